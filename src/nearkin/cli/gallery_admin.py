@@ -56,8 +56,8 @@ def export(
 
       nearkin gallery export birds.gallery --out birds.npz
     """
-    with one_sentence(), opened_gallery(gallery) as opened:
-        count = opened.export(out)
+    with one_sentence(), opened_gallery(gallery) as opened, plain_bar("exporting") as progress:
+        count = opened.export(out, progress)
     print_result(f"{out}: {count:,} rows", {"file": str(out), "rows": count})
 
 
@@ -67,7 +67,7 @@ def reindex(
     quiet: options.SilentFlag = False,
     json: options.JsonFlag = False,
 ) -> None:
-    """Rebuild the search index; up to 100,000 rows there is none, and every search is exact.
+    """Rebuild the search index; up to 100,000 rows (PostgreSQL: 10,000) there is none.
 
     Example:
 

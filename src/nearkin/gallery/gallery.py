@@ -69,7 +69,9 @@ class Gallery:
         bridges = bridge_note.load(self._store, facts)
         if encoding is not None:
             info = encoding.info
-            if bridges is not None:
+            if info.fingerprint != facts.fingerprint:  # a compatible run, whose calibration is of its own rows
+                self._note = f"the rows are of {facts.run}, {info.shown} is only compatible with it: a similarity alone"
+            elif bridges is not None:
                 self._calibrator, self._note = bridges.calibrator(facts)
             elif info.frozen is None:
                 self._calibrator, self._note = results.load_calibration(info.run, info.fingerprint, info.short)
@@ -95,7 +97,8 @@ class Gallery:
         run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"); without
         it the gallery takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was trained
         for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
-        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused.
+        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused,
+        unless the run was trained to be compatible with that one: then it can be searched.
         """
         store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels)
         try:
@@ -351,11 +354,11 @@ class Gallery:
             "bridged": self._store.encoders() if bridge_note.load(self._store, facts) is not None else {},
         }
 
-    def export(self, path: str | Path) -> int:
+    def export(self, path: str | Path, progress: Progress | None = None) -> int:
         """Writes all rows to .npz, .safetensors, .parquet, .jsonl or .faiss; returns how many: see `gallery.export`."""
         from nearkin.gallery import export
 
-        return export.write(self, Path(path))
+        return export.write(self, Path(path), progress)
 
     def warm(self, progress: Progress | None = None) -> None:
         """Loads everything a search needs; beyond 100,000 rows builds the search index if it is not up to date."""
@@ -515,6 +518,11 @@ class Gallery:
         if self.fingerprint is not None and self._encoding is None:
             raise ValueError(
                 f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
+            )
+        if self._encoding is not None and self._encoding.info.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{self._store.where}: {self._encoding.info.shown} is compatible with the encoder of its rows: it can "
+                f"search them, not enrol among them"
             )
 
 

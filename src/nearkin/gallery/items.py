@@ -78,6 +78,7 @@ class EncoderInfo(NamedTuple):
     lengths: tuple[int, ...] = ()
     short: int | None = None
     frozen: str | None = None  # the name of a pretrained encoder that stands in place of a run
+    compatible: str | None = None  # the fingerprint of an old encoder whose rows it was trained to search
 
     @property
     def shown(self) -> str:
@@ -97,6 +98,7 @@ def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
         identity, preparation = fingerprint(plain, short), plain["preparation"]
         free_length = plain["settings"].get("normalize") is False
         kind = preparation.get("kind")
+        old = plain.get("compatible", {}).get("encoder")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: not the description of an encoder ({error})") from None
     if kind not in ("pictures", "vectors"):
@@ -105,7 +107,8 @@ def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
         )
     if short is not None:
         check_length(plain, short, run)
-    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short, plain.get("frozen"))
+    frozen = plain.get("frozen")
+    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short, frozen, old)
 
 
 class Encoding:

@@ -116,12 +116,15 @@ def store_at(place: str | Path, timeout: float) -> Store:
 
 
 def _check_encoder(store: Store, facts: Facts, encoding: Encoding | None) -> Facts:
-    """Raises where the vectors come from another encoder; an empty gallery takes the one that is used."""
+    """Raises where the vectors come from another encoder, unless the one that is used was trained to search them
+    (`compatible.run` of a recipe); an empty gallery takes the one that is used."""
     if encoding is None or encoding.info.fingerprint == facts.fingerprint:
         return facts
     if facts.fingerprint is None and facts.rows == 0 and facts.dim == encoding.dim:
         store.adopt(encoding.info.fingerprint, run_fact(encoding))
         return store.facts() or facts
+    if facts.fingerprint is not None and encoding.info.compatible == facts.fingerprint and facts.dim == encoding.dim:
+        return facts
     if facts.fingerprint is None:
         raise ValueError(
             f"{store.where}: has vectors of an unknown encoder; open it without run=, or enrol into a new one"
