@@ -69,19 +69,7 @@ def run(ours: bool, out: Path) -> None:
     outcomes = Outcomes()
     files = [f"tests/{folder}" for folder in FOLDERS]
     left_out = [f"--ignore-glob=*test_{name}*" for name in LEFT_OUT]
-    pytest.main(
-        [
-            "-v",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            "--tb=short",
-            "--continue-on-collection-errors",
-            *left_out,
-            *files,
-        ],
-        plugins=[outcomes],
-    )
+    pytest.main(["-v", "--no-header", "-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors", *left_out, *files], plugins=[outcomes])
     out.write_text(json.dumps({"outcomes": outcomes.of, "why": outcomes.why}))
 
 
