@@ -19,7 +19,7 @@ __all__ = ["GalleryArgument", "opened_gallery", "verbs", "warnings_as_notes"]
 
 GalleryArgument = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
 
-verbs = App(cls=Verbs, no_args_is_help=True, help="Inspect, check, back up, copy, export and index a gallery.")
+verbs = App(cls=Verbs, no_args_is_help=True, help="Inspect, check, upgrade, back up, copy, export and index a gallery.")
 app.add_typer(verbs, name="gallery")
 
 

@@ -438,7 +438,8 @@ class Gallery:
         for again in (False, True):
             seen = self._one(item)
             try:
-                if seen.encoder not in (None, self.fingerprint):
+                own = self.fingerprint if self._encoding is None else self._encoding.info.fingerprint
+                if seen.encoder not in (None, own):
                     raise EncoderChanged(self._store.where)
                 result = use(seen)
                 if self.fingerprint not in (None, self._store.fingerprint):
