@@ -273,7 +273,11 @@ class ProgressCallback:
         self.bars.update(self.task, completed=event["done"], status=event["what"])
 
     def on_testing(self, event: dict[str, Any]) -> None:
+        self.loss = ""
         self._bar(f"testing: {event['what']}", None)
+        if "done" in event:
+            self.bars.update(self.task, total=event["total"])
+            self._advance(event["done"], "items/s")
 
     def on_reporting(self, event: dict[str, Any]) -> None:
         self._bar("writing the report", None)

@@ -64,29 +64,40 @@ def explained(trainer: Trainer, what: str) -> AbstractContextManager[None]:
 
 
 def contenders(
-    trainer: Trainer, encoder: models.Encoder, prepared: Prepared, held_out: HeldOut
+    trainer: Trainer,
+    encoder: models.Encoder,
+    prepared: Prepared,
+    held_out: HeldOut,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Callable[[], Tensor]]:
     """What is tested: the trained encoder, the same one untrained, and what is to be had without training."""
+    shown: dict[str, Any] = {"progress": progress}
 
     def trained() -> Tensor:
-        return embedded(trainer, encoder, held_out)
+        return embedded(trainer, encoder, held_out, **shown)
 
     def untrained() -> Tensor:
-        return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out)
+        return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out, **shown)
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
-            return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out, features=True)
+            return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out, features=True, **shown)
         return raw(trainer.store, held_out.everything)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
 
 
-def embedded(trainer: Trainer, encoder: models.Encoder, held_out: HeldOut, features: bool = False) -> Tensor:
+def embedded(
+    trainer: Trainer,
+    encoder: models.Encoder,
+    held_out: HeldOut,
+    features: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
     """The held-out items by an encoder on the trainer's device, as the test sees them."""
     recipe = trainer.recipe
     options: dict[str, Any] = {"precision": PRECISIONS[recipe.training.precision or "fp32"], "group": trainer.group}
-    options |= {"views": recipe.evaluation.views, "features": features}
+    options |= {"views": recipe.evaluation.views, "features": features, "progress": progress}
     return embed(encoder, trainer.store, held_out.everything, **options)
 
 

@@ -267,7 +267,11 @@ def _fit_and_test(trainer: Trainer, prepared: Prepared, callback: Callback) -> O
             "writing", lambda: models.save(plain, trainer.out, prepared.preparation, lengths, compatible=old)
         )
     rows: dict[str, Tensor] = {}
-    for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
+
+    def embedding(done: int, total: int) -> None:
+        callback({"event": "testing", "what": name, "done": done, "total": total})
+
+    for name, embed in final_test.contenders(trainer, encoder, prepared, held_out, embedding).items():
         callback({"event": "testing", "what": name})
         rows[name] = embed()
     val = validation_rows(trainer, encoder, prepared)
