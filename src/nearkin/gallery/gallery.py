@@ -70,6 +70,7 @@ class Gallery:
         if encoding is not None:
             info = encoding.info
             if info.fingerprint != facts.fingerprint:  # a compatible run, whose calibration is of its own rows
+                self._calibrator = None
                 self._note = f"the rows are of {facts.run}, {info.shown} is only compatible with it: a similarity alone"
             elif bridges is not None:
                 self._calibrator, self._note = bridges.calibrator(facts)
@@ -79,6 +80,7 @@ class Gallery:
                 self._calibrator, self._note = own_calibration.load(self._store, facts)
         self._rows: Searched = self._store if bridges is None else MixedRows(self._store, bridges.scales)
         self._encoding, self.dim, self.fingerprint = encoding, facts.dim, facts.fingerprint
+        self._searching = {None, facts.fingerprint, None if encoding is None else encoding.info.fingerprint}
 
     @classmethod
     def open(
@@ -416,7 +418,7 @@ class Gallery:
         for again in (False, True):
             seen = self._one(item)
             try:
-                if seen.encoder not in (None, self.fingerprint):
+                if seen.encoder not in self._searching:  # its own encoder, or one that is compatible with it
                     raise EncoderChanged(self._store.where)
                 result = use(seen)
                 if self.fingerprint not in (None, self._store.fingerprint):
