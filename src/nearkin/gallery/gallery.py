@@ -71,6 +71,7 @@ class Gallery:
         if encoding is not None:
             info = encoding.info
             if info.fingerprint != facts.fingerprint:  # a compatible run, whose calibration is of its own rows
+                self._calibrator = None
                 self._note = f"the rows are of {facts.run}, {info.shown} is only compatible with it: a similarity alone"
             elif bridges is not None:
                 self._calibrator, self._note = bridges.calibrator(facts)
