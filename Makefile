@@ -6,7 +6,7 @@ FLOOR := .venv-floor
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check rest faults floor format bench clean
+.PHONY: demo test check rest docs faults floor format bench clean
 
 demo: $(VENV)/demo.stamp  ## train on half of the glyphs, be measured on the other half, read the report
 	$(BIN)/nearkin train glyphs
@@ -14,13 +14,17 @@ demo: $(VENV)/demo.stamp  ## train on half of the glyphs, be measured on the oth
 test: $(VENV)/dev.stamp  ## the tests but the slow ones: under five minutes on two cores
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-check: test rest  ## what must be green before a commit: all tests, format, lint and types
+check: test rest  ## what must be green before a commit: all tests, format, lint, types and the site
 
 rest: $(VENV)/dev.stamp  ## what `make check` does beside `make test`
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python -m pytest -n 2 -m slow
+
+docs: $(VENV)/dev.stamp  ## the site: build/site/index.html opens without a server; a broken link ends the build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many as the suite tries; about 15 minutes
 	NEARKIN_FAULTS=10 $(BIN)/python -m pytest -n 2 tests/faults

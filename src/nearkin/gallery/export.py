@@ -10,7 +10,7 @@ import torch
 
 from nearkin.core import files
 from nearkin.data import vector_files
-from nearkin.gallery.schema import StoredRow, read_metadata, unpack
+from nearkin.gallery.schema import StoredRow, read_metadata, row_encoder, unpack
 from nearkin.gallery.stores import hnsw, warn_damaged
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ def write(gallery: "Gallery", path: Path, progress: Progress | None = None) -> i
     """All rows or no file; returns how many. The last three are one state of the gallery, whoever writes to it.
 
     .npz, .safetensors: vectors, labels and names. .jsonl: id, label, name, metadata, vector and, where it is known,
-    quality per line. .parquet: the same and the thumbnail, in columns. .faiss: an index of inner products by id, and
-    beside it FILE.jsonl with all but the vectors. progress(done, total) is called with rows.
+    quality per line, and of a bridged row the encoder that made it. .parquet: the same and the thumbnail, in columns.
+    .faiss: an index of inner products by id, and beside it FILE.jsonl with all but the vectors.
+    progress(done, total) is called with rows.
     """
     ending = path.suffix.lower()
     if ending not in (LINES, FAISS, *vector_files.WRITABLE):
@@ -74,7 +75,8 @@ def _batches(gallery: "Gallery", progress: Progress | None) -> Iterator[list[Sto
 def _fields(row: StoredRow) -> dict[str, Any]:
     metadata, quality = read_metadata(row.metadata.decode())
     fields = {"id": row.id, "label": row.label.decode(), "name": row.name.decode(), "metadata": metadata}
-    return fields | ({} if quality is None else {"quality": quality})
+    encoder = row_encoder(row.metadata.decode())
+    return fields | ({} if quality is None else {"quality": quality}) | ({"encoder": encoder} if encoder else {})
 
 
 def _line(fields: dict[str, Any]) -> bytes:
@@ -103,6 +105,9 @@ def _write_parquet(gallery: "Gallery", path: Path, progress: Progress | None) ->
         "thumbnail": pyarrow.binary(),
         "embedding": pyarrow.list_(pyarrow.float32(), gallery.dim),
     }
+    bridged = bool(gallery.stats()["bridged"])
+    if bridged:
+        types |= {"encoder": pyarrow.string()}
     schema, count = pyarrow.schema(types), 0
     with (
         files.explained(str(path), NO_ROOM),
@@ -124,6 +129,8 @@ def _write_parquet(gallery: "Gallery", path: Path, progress: Progress | None) ->
                 pyarrow.array(column, kind) for column, kind in zip(columns, list(types.values())[:6], strict=True)
             ]
             arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, gallery.dim))
+            if bridged:
+                arrays.append(pyarrow.array([one.get("encoder") for one in fields], pyarrow.string()))
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
             count += len(rows)
     return count

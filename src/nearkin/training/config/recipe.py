@@ -33,6 +33,7 @@ NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend 
 _FREE = {
     "data": ("source", "root"),
     "unlabelled": ("folder",),
+    "compatible": ("run",),
     "training": ("device", "workers", "strategy", "graphs", "log"),
     "loss": ("shard",),
 }
@@ -45,26 +46,26 @@ class _Section(BaseModel):
 class Data(_Section):
     """Which items, how they are read, and which of them are held out."""
 
-    source: str = "glyphs"
-    root: str | None = None
+    source: str = "glyphs"  # a folder, a table, a file of vectors, or a name of `nearkin sources`
+    root: str | None = None  # folder of a benchmark set
     size: int | None = Field(default=None, ge=8, le=4096)  # side of the pictures that the encoder sees
     stored: int | None = Field(default=None, ge=8, le=4096)  # side at which they are kept, from which crops are taken
-    fit: Literal["crop", "squash", "pad"] | None = None
-    channels: Literal[1, 3] | None = None
-    unreadable: Literal["strict", "skip"] | None = None
-    max_pixels: int | None = Field(default=None, ge=1)
-    cache: bool | None = None
-    skip_single: bool = False
-    closed: bool = False
+    fit: Literal["crop", "squash", "pad"] | None = None  # how a picture becomes square
+    channels: Literal[1, 3] | None = None  # 1: grey, 3: colour
+    unreadable: Literal["strict", "skip"] | None = None  # files: an error, or left out and named
+    max_pixels: int | None = Field(default=None, ge=1)  # a larger picture counts as unreadable
+    cache: bool | None = None  # decoded pictures on disk
+    skip_single: bool = False  # leave out classes of one item
+    closed: bool = False  # hold out items of every class, not classes
     official: bool = True  # the publisher's or the user's own split, where the source has one
     partial: bool = False  # take what there is of a benchmark set
-    val: float | None = Field(default=None, gt=0, lt=1)
-    test: float | None = Field(default=None, gt=0, lt=1)
-    seed: int = Field(default=0, ge=0)
+    val: float | None = Field(default=None, gt=0, lt=1)  # share of the classes for validation
+    test: float | None = Field(default=None, gt=0, lt=1)  # share of the classes for the test
+    seed: int = Field(default=0, ge=0)  # of the split
     # Groups beside classes: where they are (in names, or in which column), and whether a group counts within its class.
     group_pattern: str | None = None
-    group_column: str | None = None
-    group_scope: Literal["set", "class"] | None = None
+    group_column: str | None = None  # column of a table or file of vectors
+    group_scope: Literal["set", "class"] | None = None  # whether equal names in two classes are one group
     # Coarser levels of the classes by name, the finest first: columns, entries, or the folders around class folders.
     levels: list[str] | None = Field(default=None, min_length=1)
     near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 10,000 pictures
@@ -78,18 +79,28 @@ class Unlabelled(_Section):
     own_part: bool | None = None  # the pictures of the training part too
     only: bool | None = None  # there is no labelled source: the run ends with the pretraining
     held_out: Literal["drop", "keep"] | None = None  # files that are also in validation or test
-    method: Literal["infonce", "vicreg"] | None = None
-    epochs: int | None = Field(default=None, ge=1)
+    method: Literal["infonce", "vicreg"] | None = None  # which loss compares the two views
+    epochs: int | None = Field(default=None, ge=1)  # of the pretraining
     batches: int | None = Field(default=None, ge=1)  # per epoch
     batch: int | None = Field(default=None, ge=2)  # pictures, each in two views
-    lr: float | None = Field(default=None, gt=0)
+    lr: float | None = Field(default=None, gt=0)  # learning rate of the pretraining
     preset: str | None = None  # the augmentation of the views; None: [augment]
     projector: list[Annotated[int, Field(ge=1)]] | None = None  # widths of the layers between encoder and loss
     temperature: float | None = Field(default=None, gt=0)  # infonce
     queue: int | None = Field(default=None, ge=0)  # infonce: past views as negatives
     invariance: float | None = Field(default=None, ge=0)  # vicreg: the weights of its terms
-    variance: float | None = Field(default=None, ge=0)
-    covariance: float | None = Field(default=None, ge=0)
+    variance: float | None = Field(default=None, ge=0)  # vicreg
+    covariance: float | None = Field(default=None, ge=0)  # vicreg
+
+
+class Compatible(_Section):
+    """An old run whose rows the new embeddings are to search; `compatible.CompatibleLoss`."""
+
+    run: str | None = None  # its folder, or the name of a pretrained encoder
+    method: Literal["classes", "items", "regression"] | None = None
+    weight: float | None = Field(default=None, gt=0)  # of the term beside the loss
+    class_share: float | None = Field(default=None, ge=0, le=1)  # regression: of the class mean in what is aimed at
+    scale: float | None = Field(default=None, gt=0)  # classes, items: what the cosines are multiplied by
 
 
 class Levels(_Section):
@@ -101,21 +112,21 @@ class Levels(_Section):
 class Memory(_Section):
     """Past embeddings as references: how many, from which step on."""
 
-    size: int = Field(default=0, ge=0)
-    warmup: int | None = Field(default=None, ge=0)
+    size: int = Field(default=0, ge=0)  # embeddings that are remembered; 0: none
+    warmup: int | None = Field(default=None, ge=0)  # steps before they are used
 
 
 class Optimizer(_Section):
     """How the weights move. The scales multiply `lr` for their part of the parameters."""
 
-    name: Literal["adamw", "sgd", "rmsprop"] = "adamw"
-    lr: float | None = Field(default=None, gt=0)
-    weight_decay: float | None = Field(default=None, ge=0)
-    momentum: float | None = Field(default=None, ge=0, lt=1)
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(default=None, min_length=2, max_length=2)
-    eps: float | None = Field(default=None, gt=0)
-    backbone_scale: float | None = Field(default=None, ge=0)
-    head_scale: float = Field(default=1.0, ge=0)
+    name: Literal["adamw", "sgd", "rmsprop"] = "adamw"  # the rule
+    lr: float | None = Field(default=None, gt=0)  # learning rate of the encoder
+    weight_decay: float | None = Field(default=None, ge=0)  # of matrices; biases and norms have none
+    momentum: float | None = Field(default=None, ge=0, lt=1)  # sgd, rmsprop
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(default=None, min_length=2, max_length=2)  # adamw
+    eps: float | None = Field(default=None, gt=0)  # adamw, rmsprop
+    backbone_scale: float | None = Field(default=None, ge=0)  # of the pretrained layers
+    head_scale: float = Field(default=1.0, ge=0)  # of pooling and projection
     loss_scale: float | None = Field(default=None, ge=0)  # None: what the loss asks for, `lr_scale`
     class_weights: Literal["rowwise", "adam8bit"] | None = None  # their own rule (`ClassWeightOptimizer`); None: `name`
     clip: float = Field(default=0.0, ge=0)  # largest norm of the gradient; 0: any
@@ -124,10 +135,10 @@ class Optimizer(_Section):
 class Finetune(_Section):
     """What of a pretrained encoder learns, how fast, and which weights are saved; `finetune.settle_finetune`."""
 
-    train: Literal["auto", "head", "lora", "all"] | None = None
+    train: Literal["auto", "head", "lora", "all"] | None = None  # auto: by the number of classes and pictures
     layer_decay: float | None = Field(default=None, gt=0, le=1)  # learning rates lr * layer_decay^(L - l); 1: all alike
-    lora_rank: int | None = Field(default=None, ge=1)
-    lora_alpha: float | None = Field(default=None, gt=0)
+    lora_rank: int | None = Field(default=None, ge=1)  # rank of the added matrices
+    lora_alpha: float | None = Field(default=None, gt=0)  # their weight: alpha / rank
     lora_layers: str | None = None  # a regular expression, or "auto"
     projection: Literal["pca", "random"] | None = None  # what the head's projection is before training
     interpolate: bool | None = None  # at the end, between the pretrained and the trained weights, by validation
@@ -136,7 +147,7 @@ class Finetune(_Section):
 class Schedule(_Section):
     """The learning rate over time: a straight warm-up, then a decay."""
 
-    decay: Literal["cosine", "step", "plateau", "constant"] = "cosine"
+    decay: Literal["cosine", "step", "plateau", "constant"] = "cosine"  # after the warm-up
     warmup: float = Field(default=0.05, ge=0, lt=1)  # share of all steps
     floor: float | None = Field(default=None, ge=0, le=1)  # where cosine ends, as a part of lr
     every: int | None = Field(default=None, ge=1)  # step: epochs between two cuts
@@ -148,15 +159,15 @@ class Schedule(_Section):
 class Training(_Section):
     """The loop itself."""
 
-    epochs: int | None = Field(default=None, ge=1)
+    epochs: int | None = Field(default=None, ge=1)  # at most, with training.patience
     batches: int | None = Field(default=None, ge=1)  # per epoch
     chunk: int | None = Field(default=None, ge=1)  # items encoded at a time, with the gradient of the whole batch
-    precision: Literal["fp32", "bf16", "fp16"] | None = None
+    precision: Literal["fp32", "bf16", "fp16"] | None = None  # of the encoder's passes; losses are computed in fp32
     ema: float = Field(default=0.0, ge=0, lt=1)  # decay of the average of the weights; 0: none
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    seed: int = Field(default=0, ge=0, lt=2**63)  # of weights, batches and augmentation
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
-    deterministic: bool = True
+    deterministic: bool = True  # the same weights at each repetition
     # CUDA graphs: of whole steps where they can be captured (true), of the encoder's passes only, or none.
     graphs: bool | Literal["auto", "encoder"] | None = None
     strategy: Literal["ddp", "fsdp"] | None = (
@@ -165,9 +176,9 @@ class Training(_Section):
     sync_norms: bool | None = None  # batch norm over the batches of all ranks
     patience: int | None = Field(default=None, ge=1)  # validations without a better one before training stops
     every: int = Field(default=1, ge=1)  # epochs between two validations
-    save_minutes: float = Field(default=10.0, gt=0)
-    log_steps: int = Field(default=20, ge=1)
-    on_collapse: Literal["stop", "warn"] = "stop"
+    save_minutes: float = Field(default=10.0, gt=0)  # between two checkpoints
+    log_steps: int = Field(default=20, ge=1)  # steps between two lines of metrics.jsonl
+    on_collapse: Literal["stop", "warn"] = "stop"  # when all embeddings become one
     log: list[Literal["tensorboard", "mlflow", "wandb"]] = []  # where the figures go besides metrics.jsonl
     tensorboard: bool = False  # as log = ["tensorboard"]
 
@@ -175,9 +186,9 @@ class Training(_Section):
 class Evaluation(_Section):
     """What is measured at the end."""
 
-    ks: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)
-    interval: bool = True
-    clustering: bool = False
+    ks: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=1)  # the k of recall@k
+    interval: bool = True  # 95 % intervals over the choice of classes
+    clustering: bool = False  # also NMI and F1 of a k-means clustering
     rerank: str | None = None  # a method of `evaluation.rerank`; without settings they are chosen on validation
     views: int = Field(
         default=1, ge=1, le=28
@@ -194,6 +205,7 @@ class Recipe(BaseModel):
     encoder: dict[str, Any] = {}
     augment: dict[str, Any] = {}
     loss: dict[str, Any] = {}
+    compatible: Compatible = Compatible()
     levels: Levels = Levels()
     memory: Memory = Memory()
     sampler: dict[str, Any] = {}
@@ -265,8 +277,9 @@ class Recipe(BaseModel):
                 sections[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
             else:
                 sections[section] = {name: value for name, value in part.model_dump().items() if value is not None}
-        if not sections["unlabelled"]:  # as in runs of versions that did not know it
-            del sections["unlabelled"]
+        for section in ("unlabelled", "compatible"):
+            if not sections[section]:  # as in runs of versions that did not know it
+                del sections[section]
         return sections
 
     def to_toml(self) -> str:
