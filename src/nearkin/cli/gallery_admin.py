@@ -37,6 +37,8 @@ def stats(gallery: GalleryArgument, json: options.JsonFlag = False, quiet: optio
         print_json(figures)
         return
     figures["largest"] = ", ".join(f"{label} {count:,}" for label, count in figures["largest"].items())
+    bridged = [f"{count:,} rows of encoder {mark}" for mark, count in figures["bridged"].items()]
+    figures["bridged"] = ", ".join(bridged)
     texts = {key: ", ".join(map(str, x)) if isinstance(x, list) else str(x) for key, x in figures.items()}
     print_table(("", ""), [(key, text) for key, text in texts.items() if text not in ("", "None")], "")
 
@@ -54,8 +56,8 @@ def export(
 
       nearkin gallery export birds.gallery --out birds.npz
     """
-    with one_sentence(), opened_gallery(gallery) as opened:
-        count = opened.export(out)
+    with one_sentence(), opened_gallery(gallery) as opened, plain_bar("exporting") as progress:
+        count = opened.export(out, progress)
     print_result(f"{out}: {count:,} rows", {"file": str(out), "rows": count})
 
 
@@ -65,7 +67,7 @@ def reindex(
     quiet: options.SilentFlag = False,
     json: options.JsonFlag = False,
 ) -> None:
-    """Rebuild the search index; up to 100,000 rows there is none, and every search is exact.
+    """Rebuild the search index; up to 100,000 rows (PostgreSQL: 10,000) there is none.
 
     Example:
 

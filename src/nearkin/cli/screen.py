@@ -205,6 +205,10 @@ class ProgressCallback:
         self._bar("decoding images", event["total"])
         self._advance(event["done"], "images/s")
 
+    def on_old_rows(self, event: dict[str, Any]) -> None:
+        self._bar(f"embedding by {event['run']}", event["total"])
+        self._advance(event["done"], "items/s")
+
     def on_near(self, event: dict[str, Any]) -> None:
         self._bar("looking for near-duplicates", event["total"] or None)
         if event["total"]:
@@ -269,7 +273,11 @@ class ProgressCallback:
         self.bars.update(self.task, completed=event["done"], status=event["what"])
 
     def on_testing(self, event: dict[str, Any]) -> None:
+        self.loss = ""
         self._bar(f"testing: {event['what']}", None)
+        if "done" in event:
+            self.bars.update(self.task, total=event["total"])
+            self._advance(event["done"], "items/s")
 
     def on_reporting(self, event: dict[str, Any]) -> None:
         self._bar("writing the report", None)

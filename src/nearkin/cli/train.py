@@ -41,6 +41,10 @@ def train(
             metavar="FOLDER",
         ),
     ] = None,
+    compatible_with: Annotated[
+        str | None,
+        typer.Option(help="An old run whose gallery rows the new encoder's queries are to search.", metavar="RUN"),
+    ] = None,
     loss: Annotated[str | None, typer.Option(help="See `nearkin losses`.", show_default="by the data")] = None,
     encoder: options.EncoderOption = None,
     epochs: Annotated[int | None, typer.Option(show_default="by the data")] = None,
@@ -102,6 +106,8 @@ def train(
 
       nearkin train photos/ --unlabelled more-photos/
 
+      nearkin train photos/ --compatible-with runs/old
+
       nearkin train --resume runs/birds
 
       torchrun --nproc-per-node 4 -m nearkin train photos/ --out runs/birds
@@ -120,6 +126,7 @@ def train(
         "data.without": None if without is None else str(without),
         "data.near": "drop" if drop_near else None,
         "unlabelled.folder": unlabelled,
+        "compatible.run": compatible_with,
         "loss.name": loss,
         "encoder.name": encoder,
         "training.epochs": epochs,
@@ -170,6 +177,8 @@ def _print_outcome(outcome: Any, quiet: bool, json: bool) -> None:
         if "interpolation" in outcome.results:
             echo(outcome.results["interpolation"]["sentence"])
         echo(outcome.results["verdict"]["sentence"])
+        if "compatible" in outcome.results:
+            echo(outcome.results["compatible"]["sentence"])
         echo(f"report: {outcome.report}")
 
 

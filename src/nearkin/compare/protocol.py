@@ -51,6 +51,7 @@ _FIXED_KEYS = {
     "training.log": "a comparison writes no run folders",
     "training.save_minutes": "a training is saved when it ends",
     "schedule.frozen_epochs": "a comparison counts steps, not epochs",
+    "compatible.run": "it compares losses, each as it is",
     "data.val": "--folds divides the training classes",
     "data.closed": "a comparison tests on unseen classes",
     "data.levels": "the table has MAP@R, R-precision and R@1 of the finest classes",

@@ -1,7 +1,7 @@
 """Every exception class of the package: caught by class, never recognised by name."""
 
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
-__all__ += ["CorruptBackup", "LabelConflict", "MalformedRequest"]
+__all__ += ["CorruptBackup", "EncoderChanged", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
 __all__ += [
     "ReloadRefused",
@@ -97,6 +97,13 @@ class MissingRow(ValueError):
 
 class StoreUnavailable(OSError):
     """The gallery's store is missing or has been replaced since it was opened."""
+
+
+class EncoderChanged(StoreUnavailable):
+    """The gallery was upgraded to another encoder since the item was embedded; embed it again."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where}: was upgraded to another encoder meanwhile; send the item again")
 
 
 class StoreUnreachable(StoreUnavailable, ValueError):

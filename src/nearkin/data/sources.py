@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nearkin.core import checks
-from nearkin.data import file_tree, folders, glyphs, groups, tables, vector_files, vectors
+from nearkin.data import file_tree, folders, glyphs, groups, hf_datasets, map_dataset, tables, vector_files, vectors
+from nearkin.data import webdataset_shards as shards
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
 from nearkin.data.item_set import Arrays, Items
@@ -40,6 +41,13 @@ def sources() -> list[Source]:
             "VECTORS",
             "an .npz, .safetensors or .parquet",
             "embeddings with labels or targets; split, groups if you like",
+        ),
+        Source("hf-dataset:NAME", "a Hugging Face dataset, by name or from a folder", "the extra nearkin[hf]"),
+        Source(
+            "webdataset:FOLDER", "WebDataset shards, also train-{000..012}.tar", "1.jpg with 1.cls or 1.json in .tar"
+        ),
+        Source(
+            "dataset:MODULE:NAME", "a map-style dataset of (picture, label), as torchvision's", "an importable module"
         ),
         *sets,
     ]
@@ -85,12 +93,18 @@ def _load(
 ) -> Items:
     name, base = os.fspath(source), None if root is None else Path(root).expanduser()
     check_names(name, levels)
+    if name.startswith((hf_datasets.PREFIX, shards.PREFIX)):
+        _refuse_root(name, base)
+        reader = hf_datasets.read if name.startswith(hf_datasets.PREFIX) else shards.read
+        return reader(name, labelled, levels, group_column)
     table = Path(name).suffix.lower() in (*tables.KINDS, *vector_files.READABLE) and not Path(name).is_dir()
     if group_column not in (None, groups.UNUSED) and (name == "glyphs" or name in BENCHMARKS or not table):
         raise ValueError(
             f'{name}: group_column is for tables and files of vectors, got "{group_column}"; '
             "group_pattern finds groups in file names"
         )
+    if name.startswith(map_dataset.PREFIX):
+        return map_dataset.read(name, base, levels)
     if name == "glyphs":
         _refuse_root(name, base)
         return _with_levels(_glyphs(seed), levels)

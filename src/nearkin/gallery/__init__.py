@@ -4,6 +4,7 @@ from nearkin.core.errors import LabelConflict, MissingRow, StaleGroups, StoreUna
 from nearkin.gallery.backups import Backup, PointState, backup, check_backup
 from nearkin.gallery.calibration import calibrate
 from nearkin.gallery.embedder import Embedder, open_encoder
+from nearkin.gallery.encoder_upgrade import Upgraded, upgrade
 from nearkin.gallery.enroll import enrol_source, enroll_source
 from nearkin.gallery.gallery import Enrolled, Gallery
 from nearkin.gallery.group_edits import GroupEditor, Reviewed
@@ -37,6 +38,7 @@ __all__ = [
     "StaleGroups",
     "StoreUnavailable",
     "Transferred",
+    "Upgraded",
     "Verification",
     "backup",
     "calibrate",
@@ -50,6 +52,7 @@ __all__ = [
     "open_encoder",
     "restore",
     "run_of",
+    "upgrade",
     "verify",
     "write_groups",
 ]

@@ -149,6 +149,8 @@ def _write_point(
     text, _ = snapshot.facts.serialized()
     if state is not None and facts_of_text(str(home), state.facts).gallery != snapshot.facts.gallery:
         raise ValueError(f"{home}: is the backup of another gallery; choose another folder")
+    if state is not None and facts_of_text(str(home), state.facts).fingerprint != snapshot.facts.fingerprint:
+        state = None  # after an upgrade all vectors are others, perhaps of another length: it begins anew
     change = _Change.since(state, snapshot)
     number = listed[-1].number + 1 if listed else 1
     if state is not None and not change and (state.facts, state.notes) == (text, snapshot.notes):

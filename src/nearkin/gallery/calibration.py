@@ -20,7 +20,7 @@ from nearkin.gallery import results
 from nearkin.gallery.items import encoder_info
 from nearkin.gallery.schema import unit
 
-__all__ = ["calibrate", "measure", "measure_left_out"]
+__all__ = ["calibrate", "classes_with", "log_ratio", "measure", "measure_left_out", "numbers", "select"]
 
 Groups = list[NDArray[np.int64]]
 CONFIDENCE = 0.95  # of every bound in the file
@@ -82,12 +82,12 @@ def measure(
 
     groups: of the items; pairs of the same class and group are left out.
     """
-    bursts = None if groups is None else _numbers(groups)
-    rows, classes = _select(embeddings.numpy(), labels.numpy(), seed, bursts)
+    bursts = None if groups is None else numbers(groups)
+    rows, classes = select(embeddings.numpy(), labels.numpy(), seed, bursts)
     thresholds = _thresholds(rows, classes, seed, bursts)
     measures = {
         examples: _measure(rows, enough, thresholds, examples, seed, bursts)
-        for examples, enough in _enough(classes, bursts)
+        for examples, enough in classes_with(classes, bursts)
     }
     rates = measures[1].rates
     sizes = np.array([len(group) for group in classes])
@@ -123,7 +123,7 @@ def measure_left_out(embeddings: torch.Tensor, labels: Sequence[str], seed: int 
     """
     _, codes = np.unique(np.array(labels, dtype=str), return_inverse=True)
     content = measure(embeddings, torch.from_numpy(codes), seed)
-    rows, classes = _select(embeddings.numpy(), codes, seed, None)
+    rows, classes = select(embeddings.numpy(), codes, seed, None)
     genuine = sum(len(group) > 1 for group in classes)
     if len(classes) <= FEWEST or genuine <= 4:
         raise ValueError(
@@ -135,7 +135,7 @@ def measure_left_out(embeddings: torch.Tensor, labels: Sequence[str], seed: int 
     folds[alone] = np.arange(len(classes)) % FOLDS
     thresholds = np.array(content["thresholds"])
     parts: list[dict[str, Any]] = [{} for _ in range(folds.max() + 1)]
-    for examples, enough in _enough(classes, None):
+    for examples, enough in classes_with(classes, None):
         of_fold = np.array([fold for fold, group in zip(folds, classes, strict=True) if len(group) > examples])
         sums = class_rates.accepts_by_part(rows, enough, thresholds, of_fold, examples)
         scores = class_rates.genuine_groups(rows, enough, examples, seed)
@@ -150,13 +150,13 @@ def measure_left_out(embeddings: torch.Tensor, labels: Sequence[str], seed: int 
             part[str(examples)] = {
                 "far_bound": np.minimum(np.ceil(rates.bound * 1e6) / 1e6, 1.0).tolist(),
                 "tar": tar.round(6).tolist(),
-                "log_ratio": _log_ratio(rates.far, genuine_left, thresholds, int(left.sum()))._asdict(),
+                "log_ratio": log_ratio(rates.far, genuine_left, thresholds, int(left.sum()))._asdict(),
             }
     fold_of = {str(labels[group[0]]): int(fold) for group, fold in zip(classes, folds, strict=True)}
     return content | {"folds": parts, "fold_of": fold_of}
 
 
-def _enough(classes: Groups, bursts: NDArray[np.int64] | None) -> list[tuple[int, Groups]]:
+def classes_with(classes: Groups, bursts: NDArray[np.int64] | None) -> list[tuple[int, Groups]]:
     """For each number of examples that is measured, the classes that have more items than it."""
     chosen = []
     for examples in EXAMPLES:
@@ -167,7 +167,7 @@ def _enough(classes: Groups, bursts: NDArray[np.int64] | None) -> list[tuple[int
     return chosen
 
 
-def _numbers(groups: Sequence[str]) -> NDArray[np.int64]:
+def numbers(groups: Sequence[str]) -> NDArray[np.int64]:
     """A number per row, equal where the groups are; "" is a group of its own."""
     numbers = np.unique(np.array(groups, dtype=str), return_inverse=True)[1].astype(np.int64)
     alone = len(groups) + np.arange(len(groups))
@@ -205,8 +205,8 @@ def _operating_points(measure: _Measure, thresholds: Floats, classes: int) -> li
     return points
 
 
-def _select(
-    rows: Floats, labels: NDArray[np.int64], seed: int, bursts: NDArray[np.int64] | None
+def select(
+    rows: NDArray[np.floating], labels: NDArray[np.int64], seed: int, bursts: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.float32], Groups]:
     """Unit rows, and the row numbers per class in random order; of many a subset, equally many per class."""
     draw = np.random.default_rng(seed)
@@ -264,11 +264,11 @@ def _measure(
     rates = class_rates.impostor_rates(class_rates.accepts(rows, groups, thresholds, examples), CONFIDENCE)
     scores = class_rates.genuine_groups(rows, groups, examples, seed, bursts)
     return _Measure(
-        rates, class_rates.true_accepts(scores, thresholds), _log_ratio(rates.far, scores, thresholds, len(groups))
+        rates, class_rates.true_accepts(scores, thresholds), log_ratio(rates.far, scores, thresholds, len(groups))
     )
 
 
-def _log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classes: int) -> LogRatio:
+def log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classes: int) -> LogRatio:
     """Each class weighs the same, and every query is compared with its own class and all others.
 
     Knots: quantiles of both kinds of scores, of impostors no rarer than so many classes can show; beyond, the slope is
@@ -295,7 +295,7 @@ def _error(
     half = len(groups) // 2
     fitted, judged = groups[:half], groups[half:]
     far = class_rates.accepts(rows, fitted, thresholds).sum(1) / (2 * half * (half - 1))
-    ratio = _log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed, bursts), thresholds, half)
+    ratio = log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed, bursts), thresholds, half)
     edges = np.concatenate([[-1.0], thresholds, [1.0]])
     chance = results.sigmoid(ratio.at((edges[1:] + edges[:-1]) / 2))
     count = len(judged)

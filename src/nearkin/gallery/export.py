@@ -1,7 +1,7 @@
 """Writes a gallery to files that other programs read: vectors for `nearkin evaluate`, JSON lines, parquet, FAISS."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 
 from nearkin.core import files
 from nearkin.data import vector_files
-from nearkin.gallery.schema import StoredRow, read_metadata, unpack
+from nearkin.gallery.schema import StoredRow, read_metadata, row_encoder, unpack
 from nearkin.gallery.stores import hnsw, warn_damaged
 
 if TYPE_CHECKING:
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["FAISS", "LINES", "write"]
 
+Progress = Callable[[int, int], None]
 LINES, FAISS = ".jsonl", ".faiss"
 NO_ROOM = "make room, or choose another place"
 
 
-def write(gallery: "Gallery", path: Path) -> int:
+def write(gallery: "Gallery", path: Path, progress: Progress | None = None) -> int:
     """All rows or no file; returns how many. The last three are one state of the gallery, whoever writes to it.
 
     .npz, .safetensors: vectors, labels and names. .jsonl: id, label, name, metadata, vector and, where it is known,
-    quality per line. .parquet: the same and the thumbnail, in columns. .faiss: an index of inner products by id, and
-    beside it FILE.jsonl with all but the vectors.
+    quality per line, and of a bridged row the encoder that made it. .parquet: the same and the thumbnail, in columns.
+    .faiss: an index of inner products by id, and beside it FILE.jsonl with all but the vectors.
+    progress(done, total) is called with rows.
     """
     ending = path.suffix.lower()
     if ending not in (LINES, FAISS, *vector_files.WRITABLE):
@@ -36,14 +38,16 @@ def write(gallery: "Gallery", path: Path) -> int:
     if ending in (LINES, FAISS):
         if not path.resolve().parent.is_dir():
             raise ValueError(f"{path}: the folder {path.parent} does not exist")
-        return _write_lines(gallery, path) if ending == LINES else _write_faiss(gallery, path)
+        return (_write_lines if ending == LINES else _write_faiss)(gallery, path, progress)
     vector_files.writable(path)
     if ending == ".parquet":
-        return _write_parquet(gallery, path)
-    hits, vectors = [], []
+        return _write_parquet(gallery, path, progress)
+    hits, vectors, total = [], [], 0 if progress is None else gallery.stats()["rows"]
     for hit, vector in gallery.rows():
         hits.append(hit)
         vectors.append(vector)
+        if progress is not None and len(hits) % 1000 == 0:
+            progress(len(hits), total)
     classes = sorted({hit.label for hit in hits})
     codes = {label: i for i, label in enumerate(classes)}
     rows = torch.from_numpy(np.stack(vectors)) if vectors else torch.empty(0, gallery.dim)
@@ -52,14 +56,18 @@ def write(gallery: "Gallery", path: Path) -> int:
     return len(hits)
 
 
-def _batches(gallery: "Gallery") -> Iterator[list[StoredRow]]:
+def _batches(gallery: "Gallery", progress: Progress | None) -> Iterator[list[StoredRow]]:
     """One state of the gallery, a batch at a time; damaged rows are left out, with a warning."""
-    store, damaged = gallery._store, []
+    store, damaged, done = gallery._store, [], 0
+    total = 0 if progress is None else gallery.stats()["rows"]
     with store.snapshot() as snapshot:
         for batch in snapshot.rows():
             damaged += batch.damaged
             if batch.rows:
                 yield batch.rows
+            done += len(batch.rows) + len(batch.damaged)
+            if progress is not None:
+                progress(done, total)
     if damaged:
         warn_damaged(store.where, damaged)
 
@@ -67,24 +75,25 @@ def _batches(gallery: "Gallery") -> Iterator[list[StoredRow]]:
 def _fields(row: StoredRow) -> dict[str, Any]:
     metadata, quality = read_metadata(row.metadata.decode())
     fields = {"id": row.id, "label": row.label.decode(), "name": row.name.decode(), "metadata": metadata}
-    return fields | ({} if quality is None else {"quality": quality})
+    encoder = row_encoder(row.metadata.decode())
+    return fields | ({} if quality is None else {"quality": quality}) | ({"encoder": encoder} if encoder else {})
 
 
 def _line(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
-def _write_lines(gallery: "Gallery", path: Path) -> int:
+def _write_lines(gallery: "Gallery", path: Path, progress: Progress | None) -> int:
     count = 0
     with files.explained(str(path), NO_ROOM), files.replacing(path) as file:
-        for rows in _batches(gallery):
+        for rows in _batches(gallery, progress):
             for row, vector in zip(rows, unpack([row.vector for row in rows], gallery.dim), strict=True):
                 file.write(_line(_fields(row) | {"vector": vector.tolist()}))
             count += len(rows)
     return count
 
 
-def _write_parquet(gallery: "Gallery", path: Path) -> int:
+def _write_parquet(gallery: "Gallery", path: Path, progress: Progress | None) -> int:
     """Columns `embedding`, `label` and `name` as `nearkin evaluate` reads them."""
     pyarrow, parquet = vector_files.arrow(path, "writing")
     types = {
@@ -96,13 +105,16 @@ def _write_parquet(gallery: "Gallery", path: Path) -> int:
         "thumbnail": pyarrow.binary(),
         "embedding": pyarrow.list_(pyarrow.float32(), gallery.dim),
     }
+    bridged = bool(gallery.stats()["bridged"])
+    if bridged:
+        types |= {"encoder": pyarrow.string()}
     schema, count = pyarrow.schema(types), 0
     with (
         files.explained(str(path), NO_ROOM),
         files.replacing(path) as file,
         parquet.ParquetWriter(file, schema) as writer,
     ):
-        for rows in _batches(gallery):
+        for rows in _batches(gallery, progress):
             fields = [_fields(row) for row in rows]
             flat = pyarrow.array(unpack([row.vector for row in rows], gallery.dim).reshape(-1))
             columns = [
@@ -117,17 +129,19 @@ def _write_parquet(gallery: "Gallery", path: Path) -> int:
                 pyarrow.array(column, kind) for column, kind in zip(columns, list(types.values())[:6], strict=True)
             ]
             arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, gallery.dim))
+            if bridged:
+                arrays.append(pyarrow.array([one.get("encoder") for one in fields], pyarrow.string()))
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
             count += len(rows)
     return count
 
 
-def _write_faiss(gallery: "Gallery", path: Path) -> int:
+def _write_faiss(gallery: "Gallery", path: Path, progress: Progress | None) -> int:
     """Exact search: the products of unit vectors are the similarities of the gallery."""
     faiss = hnsw.load_faiss()
     index, beside = faiss.IndexIDMap2(faiss.IndexFlatIP(gallery.dim)), path.with_name(f"{path.name}{LINES}")
     with files.explained(str(path), NO_ROOM), files.replacing(path) as file, files.replacing(beside) as lines:
-        for rows in _batches(gallery):
+        for rows in _batches(gallery, progress):
             ids = np.array([row.id for row in rows], np.int64)
             index.add_with_ids(unpack([row.vector for row in rows], gallery.dim), ids)
             lines.writelines(_line(_fields(row)) for row in rows)

@@ -4,18 +4,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from nearkin.core import checks
-from nearkin.core.errors import MissingRow
+from nearkin.core.errors import EncoderChanged, MissingRow, StoreUnavailable
 from nearkin.data import decode as decoding
 from nearkin.evaluation.retrieval.rerank_settings import Rerank
+from nearkin.gallery import bridge_note, matched_parts, opening, own_calibration, results, shortlist
 from nearkin.gallery import items as item_inputs
-from nearkin.gallery import matched_parts, opening, own_calibration, results, shortlist
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
 from nearkin.gallery.matched_parts import Matched, RowPicture
+from nearkin.gallery.mixed_search import MixedRows, Searched
 from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
 from nearkin.gallery.schema import (
     UNLABELLED,
@@ -27,6 +28,7 @@ from nearkin.gallery.schema import (
     metadata_json,
     parse_filter,
     read_metadata,
+    row_encoder,
     shortened,
     unpack,
 )
@@ -41,6 +43,7 @@ VECTOR_BATCH = 4096  # per transaction
 PICTURE_BATCH = 256  # per transaction: encoding them takes the time
 NEAREST = 50  # rows whose labels `identify` compares
 Progress = Callable[[int, int], None]
+T = TypeVar("T")
 
 
 class Enrolled(NamedTuple):
@@ -57,15 +60,25 @@ class Gallery:
 
     def __init__(self, store: Store, facts: Facts, encoding: Encoding | None) -> None:
         self._store, self._encoding = store, encoding
-        self.dim, self.fingerprint = facts.dim, facts.fingerprint
         self._calibrator: Calibrator | None = None
         self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
+        self._use(facts, encoding)
+
+    def _use(self, facts: Facts, encoding: Encoding | None) -> None:
+        """Encoder, scales and calibration, as the gallery has them now."""
+        bridges = bridge_note.load(self._store, facts)
         if encoding is not None:
             info = encoding.info
-            if info.frozen is None:
+            if info.fingerprint != facts.fingerprint:  # a compatible run, whose calibration is of its own rows
+                self._note = f"the rows are of {facts.run}, {info.shown} is only compatible with it: a similarity alone"
+            elif bridges is not None:
+                self._calibrator, self._note = bridges.calibrator(facts)
+            elif info.frozen is None:
                 self._calibrator, self._note = results.load_calibration(info.run, info.fingerprint, info.short)
             else:
-                self._calibrator, self._note = own_calibration.load(store, facts)
+                self._calibrator, self._note = own_calibration.load(self._store, facts)
+        self._rows: Searched = self._store if bridges is None else MixedRows(self._store, bridges.scales)
+        self._encoding, self.dim, self.fingerprint = encoding, facts.dim, facts.fingerprint
 
     @classmethod
     def open(
@@ -84,7 +97,8 @@ class Gallery:
         run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"); without
         it the gallery takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was trained
         for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
-        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused.
+        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused,
+        unless the run was trained to be compatible with that one: then it can be searched.
         """
         store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels)
         try:
@@ -154,7 +168,13 @@ class Gallery:
     def _enrol_batch(self, batch: Batch, known: KnownRows | None = None) -> Enrolled:
         """One transaction; known: see `items.enrol_batch`."""
         self._check_writable()
-        rows = item_inputs.enrol_batch(self._store, self._encoding, self.dim, batch, known)
+        try:
+            rows = item_inputs.enrol_batch(self._store, self._encoding, self.dim, batch, known)
+        except EncoderChanged:
+            self._follow()
+            if any(isinstance(item, Seen) for item in batch.items):
+                raise
+            rows = item_inputs.enrol_batch(self._store, self._encoding, self.dim, batch, known)
         added = sum(row.new for row in rows)
         kept = sum(row.label != label for row, label in zip(rows, batch.labels, strict=True))
         return Enrolled([row.id for row in rows], added, len(rows) - added, kept)
@@ -201,11 +221,16 @@ class Gallery:
         with their cosines as they were. Without settings they follow the median number of rows per label.
         """
         checks.integer("k", k, 1)
-        if rerank is not None:
-            method = shortlist.method_for(rerank, self._store.label_sizes())
-            options = (k, parse_filter(filter), method, self.dim)
-            return [_hit(row, near) for row, near in shortlist.search(self._store, self._one(item).vector, *options)]
-        return [_hit(row, near) for row, near in self._store.nearest(self._one(item).vector, k, parse_filter(filter))]
+        parsed = parse_filter(filter)
+        method = None if rerank is None else shortlist.method_for(rerank, self._store.label_sizes())
+
+        def found(seen: Seen) -> list[Hit]:
+            if method is None:
+                return [_hit(row, near) for row, near in self._rows.nearest(seen.vector, k, parsed)]
+            rows = shortlist.search(self._rows, seen.vector, k, parsed, method, self.dim)
+            return [_hit(row, near) for row, near in rows]
+
+        return self._in_space(item, found)[1]
 
     def identify(self, item: Any, *, far: float | None = None, filter: Mapping[str, Any] | None = None) -> Identity:
         """The label of an item with a calibrated confidence, or unknown: no enrolled label is likelier.
@@ -222,9 +247,9 @@ class Gallery:
     ) -> tuple[Identity, list[Hit]]:
         """`identify` and the k hits of `search`, from one search."""
         checks.integer("k", k, 0)
-        parsed, seen = parse_filter(filter), self._one(item)
-        neighbours = self._store.nearest(seen.vector, max(NEAREST, k), parsed)
-        neighbours = _with_itself(self._store, neighbours, seen, parsed)
+        parsed = parse_filter(filter)
+        seen, neighbours = self._in_space(item, lambda seen: self._rows.nearest(seen.vector, max(NEAREST, k), parsed))
+        neighbours = self._with_itself(neighbours, seen, parsed)
         hits = [_hit(row, near) for row, near in neighbours]
         nearest = [hit for hit in hits[:NEAREST] if hit.label != UNLABELLED]
         if hits and not nearest:
@@ -326,13 +351,14 @@ class Gallery:
             "index": self._store.index_state or opening.describe_index(facts),
             "damaged": sorted(self._store.damaged),
             "lost": self._store.lost,
+            "bridged": self._store.encoders() if bridge_note.load(self._store, facts) is not None else {},
         }
 
-    def export(self, path: str | Path) -> int:
+    def export(self, path: str | Path, progress: Progress | None = None) -> int:
         """Writes all rows to .npz, .safetensors, .parquet, .jsonl or .faiss; returns how many: see `gallery.export`."""
         from nearkin.gallery import export
 
-        return export.write(self, Path(path))
+        return export.write(self, Path(path), progress)
 
     def warm(self, progress: Progress | None = None) -> None:
         """Loads everything a search needs; beyond 100,000 rows builds the search index if it is not up to date."""
@@ -384,6 +410,53 @@ class Gallery:
         assert seen is not None
         return seen
 
+    def _in_space(self, item: Any, use: Callable[[Seen], T]) -> tuple[Seen, T]:
+        """The item, and what a search with it returns; both again where the gallery was upgraded to another encoder
+        meanwhile. An item that was encoded before that is an `EncoderChanged`."""
+        for again in (False, True):
+            seen = self._one(item)
+            try:
+                if seen.encoder not in (None, self.fingerprint):
+                    raise EncoderChanged(self._store.where)
+                result = use(seen)
+                if self.fingerprint not in (None, self._store.fingerprint):
+                    raise EncoderChanged(self._store.where)
+                return seen, result
+            except EncoderChanged:
+                self._follow()
+                if again or isinstance(item, Seen):
+                    raise
+        raise AssertionError
+
+    def _with_itself(
+        self, neighbours: list[tuple[Row, float]], seen: Seen, filter: Filter | None
+    ) -> list[tuple[Row, float]]:
+        """With the row of this very item, where an index has not found it: an enrolled item is always known."""
+        known = self._store.look_up([seen.content])
+        if seen.content not in known or any(row.content == seen.content for row, _ in neighbours):
+            return neighbours
+        row = self._store.rows([known[seen.content][0]]).get(known[seen.content][0])
+        if row is None or (filter is not None and not filter.passes(row)):
+            return neighbours
+        near = float(similarities(unpack([row.vector], len(seen.vector)), seen.vector)[0])
+        near = self._rows.similarity(row, near) if isinstance(self._rows, MixedRows) else near
+        return sorted([*neighbours, (row, near)], key=lambda one: (-one[1], one[0].id))
+
+    def _follow(self) -> None:
+        """Takes the encoder that the gallery has now, after another process has upgraded it."""
+        facts = self._store.facts()
+        assert facts is not None
+        if facts.fingerprint == self.fingerprint:
+            return
+        if self._encoding is None or facts.run is None:
+            raise StoreUnavailable(f"{self._store.where}: was upgraded to another encoder; open it again")
+        encoding = Encoding(facts.run, self._encoding.device.type, self._encoding.max_pixels)
+        if facts.dim in encoding.info.lengths:
+            encoding.shorten(facts.dim)
+        if encoding.info.fingerprint != facts.fingerprint:
+            raise StoreUnavailable(f"{self._store.where}: was upgraded to another encoder; open it again with its run")
+        self._use(facts, encoding)
+
     def check_source_kind(self, vectors: bool, source: str) -> None:
         """Raises where a source has vectors and the encoder takes pictures, or the reverse."""
         if self._encoding is not None and self._encoding.takes_pictures == vectors:
@@ -431,6 +504,8 @@ class Gallery:
         """The calibration of a gallery that is opened without its encoder, if it exists and is of that encoder."""
         if facts.run is None or facts.fingerprint is None:
             return None
+        if (bridges := bridge_note.load(self._store, facts)) is not None:
+            return bridges.calibrator(facts)[0]
         try:
             if is_encoder_name(facts.run):
                 return own_calibration.load(self._store, facts)[0]
@@ -444,25 +519,16 @@ class Gallery:
             raise ValueError(
                 f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
             )
-
-
-def _with_itself(
-    store: Store, neighbours: list[tuple[Row, float]], seen: Seen, filter: Filter | None
-) -> list[tuple[Row, float]]:
-    """With the row of this very item, where an index has not found it: an enrolled item is always known."""
-    known = store.look_up([seen.content])
-    if seen.content not in known or any(row.content == seen.content for row, _ in neighbours):
-        return neighbours
-    row = store.rows([known[seen.content][0]]).get(known[seen.content][0])
-    if row is None or (filter is not None and not filter.passes(row)):
-        return neighbours
-    cosine = float(similarities(unpack([row.vector], len(seen.vector)), seen.vector)[0])
-    return sorted([*neighbours, (row, cosine)], key=lambda one: (-one[1], one[0].id))
+        if self._encoding is not None and self._encoding.info.fingerprint != self.fingerprint:
+            raise ValueError(
+                f"{self._store.where}: {self._encoding.info.shown} is compatible with the encoder of its rows: it can "
+                f"search them, not enrol among them"
+            )
 
 
 def _hit(row: Row, similarity: float) -> Hit:
     metadata, quality = read_metadata(row.metadata)
-    return Hit(row.id, row.label, similarity, row.name, metadata, quality)
+    return Hit(row.id, row.label, similarity, row.name, metadata, quality, bool(row_encoder(row.metadata)))
 
 
 def _checked_ids(ids: Any) -> list[int]:

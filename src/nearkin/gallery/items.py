@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nearkin import models
 from nearkin.core import checks, cpu_pool, files
-from nearkin.core.errors import LabelConflict, UnreadablePicture
+from nearkin.core.errors import EncoderChanged, LabelConflict, UnreadablePicture
 from nearkin.data import augment, decode
 from nearkin.gallery.schema import Floats, KnownRows, NewRow, new_row, pack, unit
 from nearkin.gallery.stores import Added, Store
@@ -47,6 +47,7 @@ class Seen(NamedTuple):
     name: str
     thumbnail: bytes  # PNG or JPEG; empty for vectors
     quality: float | None = None  # the length of the embedding, where the encoder leaves it free
+    encoder: str | None = None  # the fingerprint of the encoder that made it; None for a vector that came as such
 
 
 class RawItem(NamedTuple):
@@ -77,6 +78,7 @@ class EncoderInfo(NamedTuple):
     lengths: tuple[int, ...] = ()
     short: int | None = None
     frozen: str | None = None  # the name of a pretrained encoder that stands in place of a run
+    compatible: str | None = None  # the fingerprint of an old encoder whose rows it was trained to search
 
     @property
     def shown(self) -> str:
@@ -96,6 +98,7 @@ def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
         identity, preparation = fingerprint(plain, short), plain["preparation"]
         free_length = plain["settings"].get("normalize") is False
         kind = preparation.get("kind")
+        old = plain.get("compatible", {}).get("encoder")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path}: not the description of an encoder ({error})") from None
     if kind not in ("pictures", "vectors"):
@@ -104,7 +107,8 @@ def encoder_info(run: str | Path, dim: int | None = None) -> EncoderInfo:
         )
     if short is not None:
         check_length(plain, short, run)
-    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short, plain.get("frozen"))
+    frozen = plain.get("frozen")
+    return EncoderInfo(folder, identity, preparation, short or full, free_length, lengths, short, frozen, old)
 
 
 class Encoding:
@@ -257,7 +261,7 @@ def _encode(
         embedded = encoding.embed([features for _, _, features in inputs])
         for (i, item, features), vector, quality in zip(inputs, *embedded, strict=True):
             thumbnail = _thumbnail(features) if encoding.takes_pictures else b""
-            encoded[i] = Seen(vector, item.content, item.name, thumbnail, quality)
+            encoded[i] = Seen(vector, item.content, item.name, thumbnail, quality, encoding.info.fingerprint)
     return encoded, unreadable
 
 
@@ -413,7 +417,11 @@ def enrol_batch(
             added[i] = Added(id, False, label)
     new = [i for i in range(len(encoded)) if i not in added]
     if new:
-        added.update(zip(new, store.add(_new_rows(encoded, batch, new), batch.keep), strict=True))
+        made = {encoded[i].encoder or (None if encoding is None else encoding.info.fingerprint) for i in new}
+        if len(made) > 1:
+            raise EncoderChanged(store.where)
+        rows = store.add(_new_rows(encoded, batch, new), batch.keep, encoder=made.pop())
+        added.update(zip(new, rows, strict=True))
     return [added[i] for i in range(len(encoded))]
 
 

@@ -14,10 +14,10 @@ from nearkin import models
 from nearkin.core.errors import MissingRow, NoPicture
 from nearkin.data import augment, decode
 from nearkin.gallery.items import Encoding, RawItem, decode_items, hash_items
-from nearkin.gallery.schema import unpack
+from nearkin.gallery.schema import row_encoder, unpack
 from nearkin.gallery.stores import Store
 
-__all__ = ["Heat", "Matched", "RowPicture", "explain", "explain_row", "row_pictures"]
+__all__ = ["Heat", "Matched", "RowPicture", "explain", "explain_row", "original", "row_pictures"]
 
 TOLERANCE = 1e-4  # 1 - cosine to the row's own vector, up to which a picture is taken for the one that was enrolled
 MAX_FILE = 64 * 2**20  # bytes of an original; of a larger one the thumbnail is taken
@@ -117,15 +117,15 @@ def row_pictures(store: Store, id: int) -> list[RowPicture]:
     rows = store.rows([id])
     if id not in rows:
         raise MissingRow(id)
-    original, thumbnail = _original(rows[id].name), store.thumbnail(id)
-    pictures = [RowPicture(original, "original")] if original else []
+    content, thumbnail = original(rows[id].name), store.thumbnail(id)
+    pictures = [RowPicture(content, "original")] if content else []
     pictures += [RowPicture(thumbnail, "thumbnail")] if thumbnail else []
     if not pictures:
         raise NoPicture(f"row {id} has no picture: it was enrolled as a vector, or its file is gone")
     return pictures
 
 
-def _original(name: str) -> bytes:
+def original(name: str) -> bytes:
     """The content of a regular file; empty where there is none."""
     if not os.path.dirname(name) or "\0" in name:
         return b""
@@ -154,6 +154,9 @@ def explain_row(
         found = matched._replace(source=source, row_similarity=row_similarity), float(unit[1] @ vector)
         if found[1] >= 1 - TOLERANCE and source == "original":
             return found[0]
+        if source == "original" and row_encoder(rows[id].metadata):
+            what = f"row {id} was mapped from an earlier encoder; its picture has a similarity of"
+            return found[0]._replace(note=f"{what} {matched.similarity:.4f}, that of the row is {row_similarity:.4f}")
         changed |= source == "original"
     if found is None or found[0].source == "original":
         raise NoPicture(f"row {id} has no picture: its file has changed or cannot be read, and there is no thumbnail")

@@ -12,7 +12,7 @@ from nearkin.gallery.stores.postgres_connection import shown
 from nearkin.gallery.stores.sqlite import SqliteStore
 from nearkin.models.frozen import is_encoder_name
 
-__all__ = ["describe_index", "existing_facts", "is_gallery", "open_store", "run_of", "store_at"]
+__all__ = ["describe_index", "existing_facts", "is_gallery", "open_store", "run_fact", "run_of", "store_at"]
 
 
 def is_gallery(place: str) -> bool:
@@ -94,10 +94,10 @@ def _new_facts(store: Store, encoding: Encoding | None, dim: int | None) -> Fact
         if dim is None:
             raise ValueError(f"{store.where}: no such gallery; a new one needs run=RUN, or dim= for vectors")
         return Facts(dim)
-    return Facts(encoding.dim, encoding.info.fingerprint, _run_fact(encoding))
+    return Facts(encoding.dim, encoding.info.fingerprint, run_fact(encoding))
 
 
-def _run_fact(encoding: Encoding) -> str:
+def run_fact(encoding: Encoding) -> str:
     """What a gallery keeps of its run: the folder, or the encoder's name, which any machine can make again."""
     return encoding.info.frozen or str(encoding.info.run.resolve())
 
@@ -116,12 +116,15 @@ def store_at(place: str | Path, timeout: float) -> Store:
 
 
 def _check_encoder(store: Store, facts: Facts, encoding: Encoding | None) -> Facts:
-    """Raises where the vectors come from another encoder; an empty gallery takes the one that is used."""
+    """Raises where the vectors come from another encoder, unless the one that is used was trained to search them
+    (`compatible.run` of a recipe); an empty gallery takes the one that is used."""
     if encoding is None or encoding.info.fingerprint == facts.fingerprint:
         return facts
     if facts.fingerprint is None and facts.rows == 0 and facts.dim == encoding.dim:
-        store.adopt(encoding.info.fingerprint, _run_fact(encoding))
+        store.adopt(encoding.info.fingerprint, run_fact(encoding))
         return store.facts() or facts
+    if facts.fingerprint is not None and encoding.info.compatible == facts.fingerprint and facts.dim == encoding.dim:
+        return facts
     if facts.fingerprint is None:
         raise ValueError(
             f"{store.where}: has vectors of an unknown encoder; open it without run=, or enrol into a new one"
@@ -131,7 +134,8 @@ def _check_encoder(store: Store, facts: Facts, encoding: Encoding | None) -> Fac
     raise ValueError(
         f"{store.where}: was made with another encoder{previous} than that of {encoding.info.shown}, and their "
         f"vectors cannot be compared; re-embed it with: nearkin enrol {encoding.info.shown} {source} "
-        f"--gallery {_new_place(store)}"
+        f"--gallery {_new_place(store)}; or keep its rows: nearkin gallery upgrade {store.where} --run "
+        f"{encoding.info.shown}"
     )
 
 

@@ -98,7 +98,7 @@ def _sample(gallery: "Gallery", seed: int = 0) -> tuple[np.ndarray[Any, np.dtype
     seen = dict.fromkeys(chosen, 0)
     vectors, labels = [], []
     for hit, vector in gallery.rows():
-        if hit.label not in wanted:
+        if hit.label not in wanted or hit.bridged:
             continue
         if seen[hit.label] in wanted[hit.label]:
             vectors.append(vector)

@@ -52,7 +52,8 @@ class Hit(NamedTuple):
     """A row of a search result; similarity is the cosine.
 
     quality: the length of its embedding, larger is better; None where its encoder scales to unit length, for vectors,
-    and in rows of galleries that were written before there was one.
+    and in rows of galleries that were written before there was one. bridged: the row was made by an earlier encoder and
+    mapped; its similarity is the one that is as rare among rows of the encoder of today.
     """
 
     id: int
@@ -61,6 +62,7 @@ class Hit(NamedTuple):
     name: str
     metadata: dict[str, Any]
     quality: float | None = None
+    bridged: bool = False
 
 
 class Candidate(NamedTuple):
@@ -140,6 +142,10 @@ class Calibrator:
         self.fold_of = {str(label): int(fold) for label, fold in plain.get("fold_of", {}).items()}
         if any(1 not in fold for fold in self.folds) or not set(self.fold_of.values()) <= set(range(len(self.folds))):
             raise ValueError("its folds do not fit together")
+        # Of queries against rows that an earlier encoder made.
+        self.bridged = {int(n): _curves(part, len(self.thresholds)) for n, part in plain.get("bridged", {}).items()}
+        if self.bridged and self.bridged.keys() != self.curves.keys():
+            raise ValueError("its bridged curves do not fit the others")
         self.classes, self.confidence = int(plain["classes"]), float(plain["confidence"])
         self.impostors, self.largest_impostor = int(plain["impostors"]), float(plain["largest_impostor"])
         if 1 not in self.curves or self.classes < 3 or self.impostors < 1:
@@ -219,7 +225,7 @@ class Calibrator:
         order = sorted(range(len(best)), key=lambda i: (-shares[i], -best[i].similarity, best[i].id))
         candidates = [Candidate(best[i].label, best[i].similarity, float(shares[i]), best[i].id) for i in order]
         first = best[order[0]]
-        threshold, guaranteed = self._threshold(labels, sizes, counts.get(first.label, 1), far, first.label)
+        threshold, guaranteed = self._threshold(labels, sizes, counts.get(first.label, 1), far, first)
         known = same.any() or first.similarity >= threshold
         label, confidence = (first.label, float(shares[order[0]])) if known else (None, float(unknown))
         if threshold > 1:
@@ -239,7 +245,8 @@ class Calibrator:
         """The probability of each label in `best`, and that of none."""
         examples = [counts.get(hit.label, 1) for hit in best]
         log_ratios = [
-            self._curves_for(n, hit.label).ratio.at(hit.similarity) for n, hit in zip(examples, best, strict=True)
+            self._curves_for(n, hit.label, hit.bridged).ratio.at(hit.similarity)
+            for n, hit in zip(examples, best, strict=True)
         ]
         ratios = np.exp(np.minimum(np.array(log_ratios), 600.0))
         rest = self._ratios_below(nearest[-1].similarity, sizes, len(best)) if labels > len(best) else 0.0
@@ -247,10 +254,11 @@ class Calibrator:
         return PRIOR_KNOWN / labels * ratios / total, float((1 - PRIOR_KNOWN) / total)
 
     def _threshold(
-        self, labels: int, sizes: Mapping[int, int], examples: int, far: float | None, label: str
+        self, labels: int, sizes: Mapping[int, int], examples: int, far: float | None, first: Hit
     ) -> tuple[float, float | None]:
         """The similarity from which on the nearest label is likelier than none, or that which guarantees `far`."""
-        likelier = self._curves_for(examples, label).ratio.reaches(math.log(labels * (1 - PRIOR_KNOWN) / PRIOR_KNOWN))
+        ratio = self._curves_for(examples, first.label, first.bridged).ratio
+        likelier = ratio.reaches(math.log(labels * (1 - PRIOR_KNOWN) / PRIOR_KNOWN))
         rate = self.query_far(sizes)
         if far is None:
             at = int(np.searchsorted(self.thresholds, likelier, side="right")) - 1
@@ -276,13 +284,15 @@ class Calibrator:
         for examples, labels in sizes.items():
             enough = [n for n in self.curves if n >= examples]
             n = enough[0] if enough else max(self.curves)
-            bounds = [curves[n].bound for curves in (self.curves, *self.folds) if n in curves]
+            bounds = [curves[n].bound for curves in (self.curves, self.bridged, *self.folds) if n in curves]
             bound = np.minimum(np.maximum.reduce(bounds) * max(1.0, examples / n), 1 - 1e-12)
             log_none += labels * np.log1p(-bound)
         return np.asarray(-np.expm1(log_none))
 
-    def _curves_for(self, examples: int, label: str | None = None) -> Curves:
+    def _curves_for(self, examples: int, label: str | None = None, bridged: bool = False) -> Curves:
         """label: one that took part in the calibration is judged by the others."""
+        if bridged and self.bridged:
+            return self.bridged[max(n for n in self.bridged if n <= max(examples, 1))]
         fold = None if label is None else self.fold_of.get(label)
         curves = self.curves if fold is None else self.folds[fold]
         return curves[max(n for n in curves if n <= max(examples, 1))]

@@ -19,9 +19,11 @@ __all__ = [
     "Floats",
     "KnownRows",
     "NewRow",
+    "Renewed",
     "Row",
     "StoredRow",
     "bounded",
+    "bridged_metadata",
     "bytes_checksum",
     "check_label",
     "checksum",
@@ -33,6 +35,8 @@ __all__ = [
     "parse_filter",
     "read_facts",
     "read_metadata",
+    "renewed_metadata",
+    "row_encoder",
     "scalar_json",
     "shortened",
     "thumbnail_checksum",
@@ -43,6 +47,9 @@ __all__ = [
 FORMAT = 1  # increase it, with a step in `migration`, when the readers of today could not understand a gallery
 UNLABELLED = "unlabelled"  # the label of items that have none: they are found, and no answer of `identify`
 QUALITY = "nearkin.quality"  # the key of the metadata under which a row has the quality of its item, where it is known
+ENCODER = (
+    "nearkin.encoder"  # the key under which a row of an earlier encoder, mapped into the space of today's, names it
+)
 MAX_METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
 MAX_NAME = 4096  # characters of an item's name
 MAX_DEPTH = 16  # levels of nested dicts and lists
@@ -89,6 +96,15 @@ class StoredRow(NamedTuple):
     vector: bytes
     sum: bytes
     thumbnail: bytes
+
+
+class Renewed(NamedTuple):
+    """The embedding of an enrolled item by the encoder of today, for the row that has this id and content."""
+
+    id: int
+    content: bytes
+    vector: bytes
+    quality: float | None
 
 
 def checksum(id: int, content: bytes, label: str, name: str, metadata: str, vector: bytes) -> bytes:
@@ -160,8 +176,31 @@ def read_metadata(text: str) -> tuple[dict[str, Any], float | None]:
     """The metadata of a row as they came in, and the quality of its item; None in a gallery that does not know it."""
     metadata = json.loads(text)
     quality = metadata.pop(QUALITY, None)
+    metadata.pop(ENCODER, None)
     known = isinstance(quality, int | float) and not isinstance(quality, bool)
     return metadata, float(quality) if known else None
+
+
+def row_encoder(text: str) -> str:
+    """The earlier encoder that made a row, from its metadata; "" for the encoder of the gallery."""
+    return str(json.loads(text).get(ENCODER, "")) if ENCODER in text else ""
+
+
+def bridged_metadata(text: str, encoder: str) -> str:
+    """Metadata of a row that is mapped from another encoder's space; its quality was that encoder's, and goes."""
+    metadata = json.loads(text)
+    metadata.pop(QUALITY, None)
+    return _sorted_json({ENCODER: encoder} | metadata)  # a row that was mapped before keeps its encoder
+
+
+def renewed_metadata(text: str, quality: float | None) -> str:
+    """Metadata of a row that was embedded again."""
+    metadata = {key: value for key, value in json.loads(text).items() if key not in (ENCODER, QUALITY)}
+    return _sorted_json(metadata | ({} if quality is None else {QUALITY: float(f"{quality:.6g}")}))
+
+
+def _sorted_json(plain: Mapping[str, Any]) -> str:
+    return json.dumps(plain, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def check_label(label: object) -> str:
@@ -189,11 +228,11 @@ def metadata_json(metadata: object, quality: float | None = None) -> str:
     bounded(metadata, "metadata")
     if "label" in metadata:
         raise ValueError('metadata must not have the key "label": in a filter it means the label of the item')
-    if QUALITY in metadata:
-        raise ValueError(f'metadata must not have the key "{QUALITY}", which the gallery itself writes')
+    for key in (QUALITY, ENCODER):
+        if key in metadata:
+            raise ValueError(f'metadata must not have the key "{key}", which the gallery itself writes')
     try:
-        plain = dict(metadata) | own
-        text = json.dumps(plain, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = _sorted_json(dict(metadata) | own)
     except (TypeError, ValueError) as error:
         raise ValueError(f"metadata must be plain JSON values: {error}") from None
     if "\\u0000" in text or not _storable(text):
@@ -310,6 +349,15 @@ class Facts:
     def serialized(self) -> tuple[str, bytes]:
         text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
         return text, _facts_checksum(text)
+
+    @property
+    def index_id(self) -> str:
+        """Of the vectors: an index of others belongs to another gallery, or was made before they were renewed."""
+        return self.gallery if "rewritten" not in self.beyond else f"{self.gallery} {self.beyond['rewritten']}"
+
+    def rewritten(self) -> "Facts":
+        """After vectors of rows have changed."""
+        return replace(self, beyond=self.beyond | {"rewritten": self.beyond.get("rewritten", 0) + 1})
 
     def replace(self, **changed: Any) -> "Facts":
         return replace(self, **changed)

@@ -9,8 +9,8 @@ from nearkin.core import checks
 from nearkin.evaluation.retrieval.expansion import expanded_rows
 from nearkin.evaluation.retrieval.rerank_settings import AlphaQE, KReciprocal, Rerank, has_settings, settings_of
 from nearkin.evaluation.retrieval.reranked import rerank
+from nearkin.gallery.mixed_search import Searched
 from nearkin.gallery.schema import Filter, Floats, Row, unit, unpack
-from nearkin.gallery.stores import Store
 from nearkin.gallery.stores.matrix import similarities
 
 __all__ = ["MOST", "method_for", "search"]
@@ -34,7 +34,7 @@ def method_for(text: "Rerank | str", label_sizes: Mapping[int, int]) -> Rerank:
 
 
 def search(
-    store: Store, query: Floats, k: int, filter: Filter | None, method: Rerank, dim: int
+    store: Searched, query: Floats, k: int, filter: Filter | None, method: Rerank, dim: int
 ) -> list[tuple[Row, float]]:
     """The first k rows after re-ranking, with their cosines to the query, which need not descend.
 

@@ -29,13 +29,15 @@ def save(
     preparation: dict[str, Any] | None = None,
     lengths: Sequence[int] | None = None,
     frozen: str | None = None,
+    compatible: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes both files into the folder, which is created if needed; previous files stay until both are complete.
 
     preparation: how inputs are prepared for the encoder (JSON); `load` returns it. lengths: to which embeddings may be
     cut, where it was trained for several (`MatryoshkaLoss`). frozen: the name of a pretrained encoder, where nothing
-    was trained. LoRA is merged into the weights. For an instant between the two renames at the end the files do not
-    belong together, which the checksum in encoder.json shows.
+    was trained. compatible: the old encoder whose rows it was trained to search, {"run", "encoder", "dim"}, by the
+    fingerprint "encoder". LoRA is merged into the weights. For an instant between the two renames at the end the files
+    do not belong together, which the checksum in encoder.json shows.
     """
     from safetensors.torch import save as to_bytes
 
@@ -56,6 +58,8 @@ def save(
         description["lengths"] = list(lengths)
     if frozen is not None:
         description["frozen"] = frozen
+    if compatible is not None:
+        description["compatible"] = dict(compatible)
     try:
         text = json.dumps(description, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:

@@ -128,6 +128,8 @@ def metric_name(name: str) -> str:
     """recall@1 → R@1, as in tables of the field."""
     if name in _METRICS:
         return _METRICS[name]
+    if name.startswith("old_"):  # of new queries, where a run is compatible with an old one
+        return f"{metric_name(name.removeprefix('old_'))} among old rows"
     if name.startswith("recall@"):
         return name.replace("recall@", "R@")
     return name.replace("ndcg@", "nDCG@").replace("_", " ")

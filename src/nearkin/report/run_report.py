@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin.core import files
 from nearkin.report import (
+    compatible_section,
     heat_section,
     interpolation_section,
     item_sections,
@@ -103,6 +104,7 @@ def page(findings: Findings, progress: Progress | None = None, seed: int = 0) ->
         ("results", "Results", _results_note(findings), numbers),
         ("levels", "Levels", LEVELS, number_sections.levels(findings)),
         ("finetuning", "Fine-tuning", interpolation_section.NOTE, interpolation_section.interpolation(findings)),
+        ("compatible", "Compatibility", compatible_section.NOTE, compatible_section.compatibility(findings)),
         ("pretraining", "Pretraining", pretraining_section.NOTE, pretraining_section.pretraining(findings)),
         ("lengths", "Short embeddings", LENGTHS, number_sections.short_embeddings(findings)),
         ("groups", "Groups", "", number_sections.groups(findings)),

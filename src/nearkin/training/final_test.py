@@ -16,20 +16,24 @@ from nearkin.core.versions import version_of
 from nearkin.data.levels import FINEST, Level
 from nearkin.evaluation.retrieval.level_metrics import by_level
 from nearkin.evaluation.statistics import cluster_bootstrap
+from nearkin.training.compatible_test import compatible_results
 from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.rerank_test import rerank_results
 from nearkin.training.trainer import PRECISIONS, Trainer
 from nearkin.training.validation import (
+    KS,
     MAIN,
     METRICS,
     WRITTEN,
     HeldOut,
     chance_units,
+    figure,
     graded_metrics,
     groups_of,
     main_per_query,
+    number,
     points,
     query_and_gallery,
 )
@@ -48,7 +52,6 @@ __all__ = [
 __all__ += ["group_figures", "level_results", "unwrapped", "verdict"]
 
 _PIXELS = 32  # side to which images are reduced before their pixels are compared
-KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
 GROUPED = ("map", "minp")  # metrics of re-identification, added where there are groups; its CMC is recall@k
 _CMC = 20  # positions of the curve
 _SAMPLES = 1000  # resamples of the test classes
@@ -61,29 +64,40 @@ def explained(trainer: Trainer, what: str) -> AbstractContextManager[None]:
 
 
 def contenders(
-    trainer: Trainer, encoder: models.Encoder, prepared: Prepared, held_out: HeldOut
+    trainer: Trainer,
+    encoder: models.Encoder,
+    prepared: Prepared,
+    held_out: HeldOut,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Callable[[], Tensor]]:
     """What is tested: the trained encoder, the same one untrained, and what is to be had without training."""
+    shown: dict[str, Any] = {"progress": progress}
 
     def trained() -> Tensor:
-        return embedded(trainer, encoder, held_out)
+        return embedded(trainer, encoder, held_out, **shown)
 
     def untrained() -> Tensor:
-        return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out)
+        return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out, **shown)
 
     def baseline() -> Tensor:
         if prepared.baseline == "frozen backbone":
-            return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out, features=True)
+            return embedded(trainer, build_encoder(prepared).to(trainer.device), held_out, features=True, **shown)
         return raw(trainer.store, held_out.everything)
 
     return {"trained": trained, "untrained": untrained, "baseline": baseline}
 
 
-def embedded(trainer: Trainer, encoder: models.Encoder, held_out: HeldOut, features: bool = False) -> Tensor:
+def embedded(
+    trainer: Trainer,
+    encoder: models.Encoder,
+    held_out: HeldOut,
+    features: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
     """The held-out items by an encoder on the trainer's device, as the test sees them."""
     recipe = trainer.recipe
     options: dict[str, Any] = {"precision": PRECISIONS[recipe.training.precision or "fp32"], "group": trainer.group}
-    options |= {"views": recipe.evaluation.views, "features": features}
+    options |= {"views": recipe.evaluation.views, "features": features, "progress": progress}
     return embed(encoder, trainer.store, held_out.everything, **options)
 
 
@@ -156,6 +170,9 @@ def results(
     if recipe.evaluation.rerank is not None:
         val = prepared.held_out("val")
         content["rerank"] = rerank_results(rows["trained"], held_out, validation, val, recipe, on)
+    if trainer.old is not None:
+        old = trainer.old.rows[torch.from_numpy(held_out.everything)]
+        content["compatible"] = compatible_results(rows["trained"], old, held_out, trainer.old.record, recipe, on)
     content |= extra_metrics(rows["trained"], held_out, prepared.test_pairs(), recipe, on)
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)
@@ -192,7 +209,7 @@ def full_metrics(
         if name in ("queries", "without_positives", "unknown", "spearman_skipped"):
             continue
         low, high = metrics.intervals.get(name, (None, None)) if interval else (None, None)
-        result[name] = _figure(value, (low, high))
+        result[name] = figure(value, (low, high))
     return result
 
 
@@ -227,12 +244,8 @@ def level_results(
             figures = measured[entry["name"]]
             ends = figures.get("intervals", {})
             entry["classes"] = figures["classes"]
-            entry["test"][who] = {name: _figure(figures[name], ends.get(name, (None, None))) for name in names}
+            entry["test"][who] = {name: figure(figures[name], ends.get(name, (None, None))) for name in names}
     return content
-
-
-def _figure(value: Any, ends: tuple[Any, Any]) -> dict[str, float | None]:
-    return {"value": _number(value), "low": _number(ends[0]), "high": _number(ends[1])}
 
 
 def group_figures(rows: Mapping[str, Tensor], held_out: HeldOut, device: torch.device) -> dict[str, Any]:
@@ -243,7 +256,7 @@ def group_figures(rows: Mapping[str, Tensor], held_out: HeldOut, device: torch.d
         sides = query_and_gallery(x, held_out, device)
         options: dict[str, Any] = {"ks": range(1, _CMC + 1), "metrics": ("cmc",), **groups_of(held_out, device)}
         values = evaluation.retrieval(*sides, **options)
-        curves[name] = [_number(values[f"cmc@{k}"]) for k in range(1, _CMC + 1)]
+        curves[name] = [number(values[f"cmc@{k}"]) for k in range(1, _CMC + 1)]
         without = int(values["without_positives"])
     ids, labels = held_out.groups, held_out.labels
     if held_out.gallery_groups is not None and held_out.gallery_labels is not None:
@@ -265,13 +278,6 @@ def no_interval(tested: dict[str, dict[str, float | None]], held_out: HeldOut) -
     return cluster_bootstrap.too_few(len(items) if labels is None else len(np.unique(labels)))
 
 
-def _number(value: Any) -> float | None:
-    """A value as JSON has it: None for NaN and infinity."""
-    if value is None:
-        return None
-    return float(value) if np.isfinite(float(value)) else None
-
-
 def extra_metrics(rows: Tensor, held_out: HeldOut, pairs: Any, recipe: Any, device: torch.device) -> dict[str, Any]:
     """Clustering on request, and verification of the source's own pairs."""
     metrics: dict[str, Any] = {}
@@ -283,12 +289,12 @@ def extra_metrics(rows: Tensor, held_out: HeldOut, pairs: Any, recipe: Any, devi
         clusters: Any = evaluation.clustering(
             rows[: len(held_out.indices)].to(place), labels, seed=recipe.training.seed
         )
-        metrics["clustering"] = {name: _number(clusters[name]) for name in ("nmi", "ami", "f1")}
+        metrics["clustering"] = {name: number(clusters[name]) for name in ("nmi", "ami", "f1")}
     if pairs is not None and unverifiable(pairs) is None:
         verified = _verified(rows, pairs)
         names = ("accuracy", "accuracy_error", "threshold", "eer", "auc")
-        metrics["verification"] = {name: _number(verified[name]) for name in names}
-        metrics["verification"] |= {name: _number(v) for name, v in verified.items() if name.startswith("tar@")}
+        metrics["verification"] = {name: number(verified[name]) for name in names}
+        metrics["verification"] |= {name: number(v) for name, v in verified.items() if name.startswith("tar@")}
     return metrics
 
 
@@ -331,7 +337,7 @@ def verdict(
         low, high = test["interval"] or (None, None)
         figures = {"trained": test["a"], "other": test["b"], "difference": test["difference"]}
         figures |= {"low": low, "high": high, "p": test["p"]}
-        against[other] = {key: _number(value) for key, value in figures.items()}
+        against[other] = {key: number(value) for key, value in figures.items()}
         word = {"a": "better", "b": "worse"}.get(test["verdict"], "undecided")
         against[other] |= {"classes": test["classes"], "verdict": word}
     words = [figures["verdict"] for figures in against.values()]

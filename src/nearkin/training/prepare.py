@@ -17,7 +17,7 @@ from nearkin.data import augment, image_cache
 from nearkin.data.groups import group_ids
 from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
-from nearkin.training import exclusions, level_loss, tracking
+from nearkin.training import compatible, exclusions, level_loss, tracking
 from nearkin.training.build import adapted, build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
@@ -142,12 +142,15 @@ def prepare(
     bad: list[tuple[int, str]] = []
     if own.dataset is not None:
         items, rows = items_of(own.dataset, options.source), DatasetRows(own.dataset)
+        recipe, old = _old_encoder(recipe, "own", rows.shape[1:], start)
         recipe, notes = defaults.settle_source(recipe, items, rows.shape[1:])
         own = own.wrap(rows.take(np.array([0, len(rows) - 1])))
         check_unlabelled(recipe, items)
     else:
         root = None if options.root is None else Path(options.root)
         items = load_items(recipe, root)
+        kind, shape = ("pictures", None) if items.vectors is None else ("vectors", items.vectors.shape[1:])
+        recipe, old = _old_encoder(recipe, kind, shape, start)
         recipe, notes = defaults.settle_source(recipe, items)
         own = own.wrap(_example(recipe, items))
         check_unlabelled(recipe, items)
@@ -157,7 +160,7 @@ def prepare(
             parts = _known_exclusions(recipe, items, parts, start)
             settled = defaults.settle(recipe, items, parts)
             level_loss.check_levels(settled, items)
-            _check_build(settled, items, parts, own)
+            _check_build(settled, items, parts, own, old)
         rows, digests, bad = item_rows(items, recipe, callback)
     parts = defaults.split_items(items, recipe, bad)
     left = None if start is None else exclusions.again(items, parts, start)
@@ -171,6 +174,10 @@ def prepare(
     recipe = defaults.settle(recipe, items, parts)
     level_loss.check_levels(recipe, items)
     report = data.inspect(items, parts, digests=digests or None, bad=bad) | left.record
+    if old is not None:
+        report["compatible"] = old
+        if items.pictures is None:  # of pictures it was looked at before they were decoded
+            compatible.check_dim(new_encoder(recipe, rows.shape[1:], own).dim, old)
     callback({"event": "data", "report": report, "lines": data.lines(report)})
     unlabelled = None
     if recipe.pretrains:
@@ -206,6 +213,22 @@ def _prepare_unlabelled(recipe: Recipe, callback: Any, own: Own) -> Prepared:
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own, unlabelled)
 
 
+def _old_encoder(
+    recipe: Recipe, kind: str, shape: tuple[int, ...] | None, start: Mapping[str, Any] | None
+) -> tuple[Recipe, dict[str, Any] | None]:
+    """The recipe with the dimensions of the old encoder, unless it has others; and what is recorded of that encoder.
+
+    A run that resumes has recorded it, and does not need the old run any more. kind, shape: of the items.
+    """
+    if recipe.compatible.run is None or (start is not None and "compatible" in start):
+        return recipe, None if start is None else start.get("compatible")
+    old = compatible.open_old(recipe.compatible.run)
+    compatible.check_items(old, kind, shape)
+    if "dim" not in recipe.encoder and not recipe.is_own("encoder"):
+        recipe = recipe.with_("encoder", dim=old.encoder.dim)
+    return recipe, old.record
+
+
 def _known_exclusions(recipe: Recipe, items: Items, parts: Parts, start: Mapping[str, Any] | None) -> Parts:
     """The parts without what is known to be left out before a picture is decoded."""
     left = None if start is None else exclusions.again(items, parts, start)
@@ -229,12 +252,13 @@ def check_recipe(recipe: Recipe) -> None:
     tracking.check_installed(recipe)
 
 
-def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:
+def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own, old: Mapping[str, Any] | None) -> None:
     """Builds encoder, loss and sampler of a settled recipe once: what cannot be built is refused before decoding.
 
-    parts: as they are if every image can be read.
+    parts: as they are if every image can be read. old: as `compatible.check_dim` takes it.
     """
     encoder = adapted(recipe, new_encoder(recipe, None if items.vectors is None else items.vectors.shape[1:], own))
+    compatible.check_dim(encoder.dim, old)
     labels = classes = targets = None
     if recipe.takes_targets:
         assert items.targets is not None  # `defaults.settle` has refused it otherwise

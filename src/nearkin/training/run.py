@@ -26,10 +26,11 @@ from nearkin.training.config.registry import matryoshka_dims
 from nearkin.training.config.unlabelled import without_labels
 from nearkin.training.final_test import raw
 from nearkin.training.loop import Callback, deterministic, fit
+from nearkin.training.old_rows import old_rows
 from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.prepare import Prepared, prepare
 from nearkin.training.rerank_test import validation_rows
-from nearkin.training.run_notes import chunk_note, pairs_note, rank_notes
+from nearkin.training.run_notes import chunk_note, old_note, pairs_note, rank_notes
 from nearkin.training.tracking import Tracker, tracked
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import HeldOut
@@ -37,6 +38,7 @@ from nearkin.training.validation import HeldOut
 __all__ = ["Outcome", "assemble", "raw", "resume", "train"]
 
 Settings = Mapping[str, Any] | Iterable[str]
+_SHARED = ("items", "pictures without labels", "settings", "weights of the old encoder")  # by all ranks
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def train(
     *,
     loss: str | nn.Module | None = None,
     encoder: str | nn.Module | None = None,
+    compatible_with: str | Path | None = None,
     recipe: Recipe | str | Path | None = None,
     settings: Settings = (),
     resume: str | Path | None = None,
@@ -73,6 +76,7 @@ def train(
     source: a folder of class folders, a table, a file of vectors, a name that `nearkin sources` lists ("glyphs" by
     default); a `torch.utils.data.Dataset` of (tensor, label); or a complete `Recipe`.
     out: a new folder, by default runs/SOURCE. loss, encoder: names, or modules of your own (see docs/training.md).
+    compatible_with: an old run, whose rows the new embeddings are to search (see docs/compatible.md).
     recipe: a TOML file, or a `Recipe`. settings: any keys of a recipe, which override the recipe's own:
     {"training.epochs": 5}, {"training": {"epochs": 5}}, or as on the command line, ["training.epochs=5"].
     resume: resumes this run instead; with objects of your own, pass these again, and nothing else.
@@ -92,7 +96,7 @@ def train(
             _rehearse_report()
         if resume is not None:
             named = [source if own.dataset is None else None, encoder if own.encoder is None else None]
-            named += [loss if own.loss is None else None, out, recipe, settings or None]
+            named += [loss if own.loss is None else None, out, compatible_with, recipe, settings or None]
             if any(choice is not None for choice in named):
                 raise ValueError("resume takes the recipe of the run; leave all other choices out")
             folder = Path(resume)
@@ -101,7 +105,7 @@ def train(
             own.check(full_recipe, f"{folder}: ")
             outcome = _resume(full_recipe, folder, callback, own, group)
         else:
-            full_recipe = without_labels(_recipe_of(source, own, loss, encoder, recipe, settings))
+            full_recipe = without_labels(_recipe_of(source, own, loss, encoder, recipe, settings, compatible_with))
             restarted = group.restarted()
             folder = Path(out or group.on_rank0("folder", lambda: str(_free_folder(full_recipe, restarted))))
             callback({"event": "folder", "folder": str(folder)})
@@ -135,7 +139,7 @@ def resume(
 def _train(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: ProcessGroup) -> Outcome:
     with _claimed(folder, group, new=True):  # and removed if anything is wrong with the recipe
         prepared = _prepare(recipe, callback, own, group)
-        if recipe.pretrains:
+        if recipe.pretrains or recipe.compatible.run is not None:
             group.on_rank0("starting", lambda: run_dir.write(folder, prepared))
         return _from_start(prepared, folder, callback, group)
 
@@ -148,7 +152,7 @@ def _from_start(prepared: Prepared, folder: Path, callback: Callback, group: Pro
         if prepared.recipe.unlabelled.only:
             return _finish_unlabelled(prepared, folder, callback, group, notes)
         weights = pretraining.pretrained_weights(folder, group)
-    trainer = assemble(prepared, folder, group, weights)
+    trainer = assemble(prepared, folder, group, weights, old_rows(prepared, folder, callback, group))
     trainer.state.notes += notes
     _start(trainer, prepared, callback)
     return _finish(trainer, prepared, callback)
@@ -167,7 +171,7 @@ def _resume(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: P
             if not recipe.pretrains:
                 callback({"event": "note", "text": "this run ended before its first checkpoint, so it starts again"})
             return _from_start(prepared, folder, callback, group)
-        trainer = assemble(prepared, folder, group)
+        trainer = assemble(prepared, folder, group, old=old_rows(prepared, folder, callback, group))
         for note in trainer.restore():
             trainer.state.notes.append(note)
             callback({"event": "note", "text": note})
@@ -213,9 +217,10 @@ def _prepare(
         "preparing", lambda: prepare(recipe, callback, own, start, pretrained), rank0_first=True
     )
     unlabelled = prepared.report.get("unlabelled", {}).get("fingerprint")
-    first, *others = group.values([prepared.fingerprint, unlabelled, prepared.recipe.digest()])
+    old = prepared.report.get("compatible", {}).get("encoder")
+    first, *others = group.values([prepared.fingerprint, unlabelled, prepared.recipe.digest(), old])
     for rank, other in enumerate(others, 1):
-        for what, ours, theirs in zip(("items", "pictures without labels", "settings"), first, other, strict=True):
+        for what, ours, theirs in zip(_SHARED, first, other, strict=True):
             if ours != theirs:
                 raise ValueError(
                     f"{recipe.data.source}: all ranks must find the same {what}, rank {rank} finds others than rank 0"
@@ -227,7 +232,7 @@ def _start(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
     """Writes the folder, with all that a run needs to be resumed from its first step."""
     trainer.group.on_rank0("starting", lambda: run_dir.write(trainer.out, prepared))
     trainer.state.notes += [*prepared.notes, *pairs_note(prepared), *chunk_note(trainer), *rank_notes(trainer)]
-    trainer.state.notes += step.graph_note(trainer)
+    trainer.state.notes += [*step.graph_note(trainer), *old_note(trainer)]
     for note in trainer.state.notes:
         callback({"event": "note", "text": note})
     trainer.save()
@@ -256,9 +261,17 @@ def _fit_and_test(trainer: Trainer, prepared: Prepared, callback: Callback) -> O
     with final_test.explained(trainer, "the encoder"):
         frozen = facts.get("interpolation", {}).get("chosen") == interpolation.FROZEN
         lengths = None if frozen else matryoshka_dims(trainer.recipe, plain.dim)  # none were trained into the former
-        group.on_rank0("writing", lambda: models.save(plain, trainer.out, prepared.preparation, lengths))
+        if (old := prepared.report.get("compatible")) is not None and old["dim"] < plain.dim:
+            lengths = tuple(sorted({plain.dim, *(lengths or ()), old["dim"]}, reverse=True))
+        group.on_rank0(
+            "writing", lambda: models.save(plain, trainer.out, prepared.preparation, lengths, compatible=old)
+        )
     rows: dict[str, Tensor] = {}
-    for name, embed in final_test.contenders(trainer, encoder, prepared, held_out).items():
+
+    def embedding(done: int, total: int) -> None:
+        callback({"event": "testing", "what": name, "done": done, "total": total})
+
+    for name, embed in final_test.contenders(trainer, encoder, prepared, held_out, embedding).items():
         callback({"event": "testing", "what": name})
         rows[name] = embed()
     val = validation_rows(trainer, encoder, prepared)
@@ -293,7 +306,13 @@ def _finish_unlabelled(
 
 
 def _recipe_of(
-    source: Any, own: Own, loss: Any, encoder: Any, recipe: Recipe | str | Path | None, settings: Settings
+    source: Any,
+    own: Own,
+    loss: Any,
+    encoder: Any,
+    recipe: Recipe | str | Path | None,
+    settings: Settings,
+    compatible_with: str | Path | None,
 ) -> Recipe:
     """One recipe of all choices; settings override the recipe's own."""
     if isinstance(source, Recipe):
@@ -304,6 +323,7 @@ def _recipe_of(
         "data.source": own.name("dataset") or (None if source is None else str(source)),
         "encoder.name": own.name("encoder") or encoder,
         "loss.name": own.name("loss") or loss,
+        "compatible.run": None if compatible_with is None else str(compatible_with),
     }
     sets = [*_assignments({key: value for key, value in choices.items() if value is not None}), *_assignments(settings)]
     if isinstance(recipe, Recipe):

@@ -34,6 +34,7 @@ __all__ += ["same_launch", "start_of", "write"]
 LOCK, CHECKPOINTS, PRETRAINING = ".lock", "checkpoints", "pretraining"
 _FILES = ["recipe.toml", "data.json", "untrained.safetensors", "metrics.jsonl", "model.safetensors", "encoder.json"]
 _FILES += ["results.json", "report.html", "near_duplicates.csv", "pretraining.jsonl", "tracking.json"]
+_FILES += ["old_embeddings.safetensors"]
 _HALF_WRITTEN = re.compile(files.TEMPORARY % "|".join(map(re.escape, _FILES)))
 
 
@@ -152,7 +153,7 @@ def recipe_of(folder: Path) -> Recipe:
         raise ValueError(f"{folder}: not a run: there is no recipe.toml in it; nearkin runs lists the runs")
     recipe = recipes.read(folder / "recipe.toml")
     start = start_of(folder).get("began_in")
-    for section, key in (("data", "source"), ("data", "root"), ("unlabelled", "folder")):
+    for section, key in (("data", "source"), ("data", "root"), ("unlabelled", "folder"), ("compatible", "run")):
         path = getattr(getattr(recipe, section), key)
         if path is None or start is None or path in ("glyphs", *BENCHMARKS) or Path(path).exists():
             continue

@@ -1,10 +1,13 @@
-"""What a run says of itself when it starts: chunks, pairs that cannot be verified, several ranks."""
+"""What a run says of itself when it starts: chunks, an old run, pairs that cannot be verified, several ranks."""
+
+import torch
 
 from nearkin.training import final_test, grad_cache
+from nearkin.training.cross_retrieval import CROSS, cross_metrics
 from nearkin.training.prepare import Prepared
 from nearkin.training.trainer import Trainer
 
-__all__ = ["chunk_note", "pairs_note", "rank_notes"]
+__all__ = ["chunk_note", "old_note", "pairs_note", "rank_notes"]
 
 
 def chunk_note(trainer: Trainer) -> list[str]:
@@ -15,6 +18,19 @@ def chunk_note(trainer: Trainer) -> list[str]:
         f"batch norm takes its statistics from chunks of {chunk}, not from the batch of {batch}; "
         f"encoder.freeze_norms=true makes the gradient that of the whole batch"
     ]
+
+
+def old_note(trainer: Trainer) -> list[str]:
+    """What validation gives for the old run alone: new queries among its rows should find more."""
+    if trainer.old is None:
+        return []
+    held_out = trainer.held_out
+    rows = trainer.old.rows[torch.from_numpy(held_out.everything)]
+    figures = trainer.group.on_rank0(
+        "validation", lambda: cross_metrics(rows, rows, held_out, trainer.graded, trainer.device)
+    )
+    values = ", ".join(f"{name.removeprefix(CROSS)} {100 * value:.1f} %" for name, value in figures.items())
+    return [f"validation of {trainer.old.record['run']} among its own rows: {values or 'nothing to find'}"]
 
 
 def pairs_note(prepared: Prepared) -> list[str]:

@@ -58,9 +58,11 @@ def encode(trainer: "Trainer", inputs: Tensor) -> Tensor:
 def loss_of(trainer: "Trainer", embeddings: Tensor, items: Tensor, counts: Sequence[int]) -> Tensor:
     labels = trainer.labels[items]
     item_ids = {"items": items} if trainer.takes_items else {}  # for a loss that learns something per training item
-    if trainer.group.size == 1:
-        return trainer.loss(embeddings, labels, **item_ids)  # type: ignore[no-any-return]
-    return trainer.global_loss(embeddings, labels, counts=counts, **item_ids)  # type: ignore[no-any-return]
+    across = {} if trainer.group.size == 1 else {"counts": counts}
+    value: Tensor = trainer.global_loss(embeddings, labels, **across, **item_ids)
+    if trainer.old_term is not None:
+        value = value + trainer.old_term(embeddings, labels, items=items, **across)
+    return value
 
 
 def learn(trainer: "Trainer", inputs: Tensor, items: Tensor, counts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:

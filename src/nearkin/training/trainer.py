@@ -31,13 +31,16 @@ from nearkin.training.build import adapted, build_loss, build_sampler
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.checkpoint.checkpoints import Checkpoints
 from nearkin.training.checkpoint.state import State
+from nearkin.training.compatible import CompatibleLoss
 from nearkin.training.config.defaults import CAPTURABLE
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of
+from nearkin.training.cross_retrieval import CROSS, cross_metrics
 from nearkin.training.cuda_graphs import GraphedEncoder, GraphedStep
 from nearkin.training.loader import Batch, BatchLoader, ItemStore, embed, on_device
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.monitor import Monitor, geometry
+from nearkin.training.old_rows import OldRows
 from nearkin.training.optimizers import LRSchedule, build_optimizer, parameter_groups
 from nearkin.training.prepare import Prepared, build_encoder
 from nearkin.training.validation import HeldOut, quick_metrics
@@ -75,6 +78,7 @@ class Trainer:
     state: State = field(default_factory=State)
     group: ProcessGroup = ALONE
     unsharded: Encoder | None = None  # of an encoder that is sharded over ranks: a copy for its complete weights
+    old: OldRows | None = None  # embeddings of an old run that the new ones are to be comparable with
 
     def __post_init__(self) -> None:
         self.precision = PRECISIONS[self.recipe.training.precision or "fp32"]
@@ -87,6 +91,15 @@ class Trainer:
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
         self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
         self.global_loss = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
+        self.old_term: nn.Module | None = None
+        if self.old is not None:
+            settings = self.recipe.compatible
+            assert settings.method is not None and settings.weight is not None
+            rows = self.old.rows[torch.from_numpy(self.loader.indices)].to(self.device)
+            term = CompatibleLoss(
+                rows, self.labels, settings.method, settings.weight, settings.class_share, settings.scale
+            )
+            self.old_term = GlobalBatch(term) if self.group.size > 1 else term
         self.takes_items = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
         self.epoch_loss = torch.zeros((), device=self.device)  # and since the epoch began
@@ -243,10 +256,21 @@ class Trainer:
         return line | {"seconds": self.elapsed(), "notes": notes}
 
     def validate(self) -> tuple[float, dict[str, float]]:
-        """The present weights on the held-out classes: the main metric, and all figures."""
+        """The present weights on the held-out classes: the main metric, and all figures.
+
+        Beside an old run, the mean of the main metric among the new embeddings and of these against the old ones.
+        """
         rows, held_out = self.embed(self.held_out.everything), self.held_out
-        figures = self.group.on_rank0("validation", lambda: quick_metrics(rows, held_out, self.graded, self.device))
-        return figures.get(validation.MAIN[self.graded], -math.inf), figures
+        old = None if self.old is None else self.old.rows[torch.from_numpy(held_out.everything)]
+
+        def measure() -> dict[str, float]:
+            figures = quick_metrics(rows, held_out, self.graded, self.device)
+            return figures if old is None else figures | cross_metrics(rows, old, held_out, self.graded, self.device)
+
+        figures = self.group.on_rank0("validation", measure)
+        main = validation.MAIN[self.graded]
+        chosen_by = [main] if old is None else [main, CROSS + main]
+        return sum(figures.get(name, -math.inf) for name in chosen_by) / len(chosen_by), figures
 
     def replace_lost_best(self) -> None:
         """Makes the present weights the best, if the checkpoint refers to best weights that are corrupt."""
@@ -324,9 +348,14 @@ class Trainer:
 
 
 def assemble(
-    prepared: Prepared, folder: Path, group: ProcessGroup = ALONE, weights: Mapping[str, Tensor] | None = None
+    prepared: Prepared,
+    folder: Path,
+    group: ProcessGroup = ALONE,
+    weights: Mapping[str, Tensor] | None = None,
+    old: OldRows | None = None,
 ) -> Trainer:
-    """The trainer of a prepared run, at its first step. weights: of an encoder that was pretrained."""
+    """The trainer of a prepared run, at its first step. weights: of an encoder that was pretrained. old: of an old
+    run, where the new one is to be compatible with it."""
     recipe, train_part, options = prepared.recipe, prepared.parts.train, prepared.recipe.training
     device, graded = group.device(recipe.device), recipe.takes_targets
     seed_everything(options.seed)
@@ -385,6 +414,7 @@ def assemble(
         state=State(notes=[str(warning.message) for warning in caught]),
         group=group,
         unsharded=unsharded,
+        old=old,
     )
 
 

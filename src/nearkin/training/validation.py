@@ -12,10 +12,19 @@ from nearkin.core import devices
 from nearkin.evaluation.graded import per_query as graded_per_query
 from nearkin.evaluation.retrieval import retrieval_metrics
 
-__all__ = ["MAIN", "METRICS", "WRITTEN", "HeldOut", "chance_units", "graded_metrics", "graded_query_and_gallery"]
-__all__ += ["groups_of", "main_per_query", "points", "query_and_gallery", "quick_metrics"]
+__all__ = ["KS", "MAIN", "METRICS", "WRITTEN", "HeldOut", "chance_units", "graded_metrics", "graded_query_and_gallery"]
+__all__ += [
+    "figure",
+    "groups_of",
+    "main_per_query",
+    "number",
+    "points",
+    "query_and_gallery",
+    "quick_metrics",
+]
 
 MAIN = {False: "map@r", True: "ndcg@10"}  # what validation maximises: classes, continuous targets
+KS = {False: (1, 2, 4, 8), True: (1, 5, 10)}
 WRITTEN = {"map@r": "MAP@R", "ndcg@10": "nDCG@10"}
 METRICS = ("recall", "precision@1", "r_precision", "map@r")
 
@@ -110,6 +119,18 @@ def chance_units(held_out: HeldOut, graded: bool) -> tuple[Tensor, str]:
     if held_out.labels is not None and not graded:
         return torch.from_numpy(held_out.labels).long(), "classes"
     return torch.arange(len(held_out.indices)), "items"
+
+
+def figure(value: Any, ends: tuple[Any, Any]) -> dict[str, Any]:
+    """A value and its interval as JSON has them: None for NaN and infinity."""
+    return {"value": number(value), "low": number(ends[0]), "high": number(ends[1])}
+
+
+def number(value: Any) -> float | None:
+    """A value as JSON has it: None for NaN and infinity."""
+    if value is None:
+        return None
+    return float(value) if np.isfinite(float(value)) else None
 
 
 def points(difference: float) -> str:

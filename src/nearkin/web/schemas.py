@@ -110,6 +110,7 @@ class Item(BaseModel):
     name: str
     metadata: dict[str, Any]
     quality: Quality = None
+    bridged: bool = False
 
 
 class Items(BaseModel):

@@ -10,7 +10,7 @@ three over the pairs of classes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ from nearkin.evaluation.arrays import Counts, Ends, Floats
 from nearkin.evaluation.statistics import binomial
 
 __all__ = [
-    "Rates", "accepts", "accepts_by_part", "classes_needed", "genuine_groups", "impostor_rates", "mean_interval",
-    "most_others", "others_of", "smallest_far", "true_accepts",
+    "Against", "Rates", "accepts", "accepts_by_part", "classes_needed", "genuine_groups", "impostor_rates",
+    "mean_interval", "most_others", "others_of", "smallest_far", "true_accepts",
 ]  # fmt: skip
 
 Groups = Sequence[Counts]  # the rows of each class
@@ -38,6 +38,17 @@ class Rates(NamedTuple):
     low: Floats
     high: Floats
     bound: Floats
+
+
+class Against(NamedTuple):
+    """References other than the queries' own rows: `rows` of the same items, and the score of a cosine by reference."""
+
+    rows: NDArray[np.float32]
+    score: Callable[[NDArray[np.float32], Counts], NDArray[np.float32]]
+
+    def near(self, queries: NDArray[np.float32], references: Counts) -> NDArray[np.float32]:
+        """(q, r) scores of queries (q, D) and the rows of these references."""
+        return self.score(queries @ self.rows[references].T, references)
 
 
 def impostor_rates(sums: Floats, confidence: float = 0.95) -> Rates:
@@ -70,31 +81,40 @@ def classes_needed(far: float, confidence: float = 0.95) -> int:
     return math.ceil((1 + math.sqrt(1 + 8 * pairs)) / 2 - 1e-9)
 
 
-def accepts(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int = 1) -> Floats:
+def accepts(
+    rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int = 1, against: Against | None = None
+) -> Floats:
     """(T, C): the sum of F(a, b; t) over all ordered pairs that contain class c. rows have length 1.
 
     Every group needs at least `examples` items. Each item is a query; the references are disjoint sets of `examples`
     items, as many as a class has in full. Memory: items of a class times all items.
     """
-    return accepts_by_part(rows, groups, thresholds, np.zeros(len(groups), np.int64), examples)[..., 0]
+    return accepts_by_part(rows, groups, thresholds, np.zeros(len(groups), np.int64), examples, against)[..., 0]
 
 
 def accepts_by_part(
-    rows: NDArray[np.float32], groups: Groups, thresholds: Floats, parts: Counts, examples: int = 1
+    rows: NDArray[np.float32],
+    groups: Groups,
+    thresholds: Floats,
+    parts: Counts,
+    examples: int = 1,
+    against: Against | None = None,
 ) -> Floats:
     """(T, C, P): `accepts` divided by the part, of `parts` (C,), that the other class of a pair is in.
 
     Without part p, `accepts` of the classes that are left is the sum over all parts but p.
     """
     sets = [group[: len(group) // examples * examples] for group in groups]
-    references = rows[np.concatenate(sets)].T
+    members = np.concatenate(sets)
+    references = rows[members].T
     owner = np.repeat(np.arange(len(groups)), [len(items) // examples for items in sets])
     number = np.bincount(owner)
     bins = len(thresholds) + 1
     member = np.eye(int(parts.max()) + 1)[parts]  # (C, P)
     sums = np.zeros((len(thresholds), *member.shape))
     for a, group in enumerate(groups):
-        near = (rows[group] @ references).reshape(len(group), -1, examples).max(2)
+        scores = rows[group] @ references if against is None else against.near(rows[group], members)
+        near = scores.reshape(len(group), -1, examples).max(2)
         reached = np.searchsorted(thresholds, near, side="right") + owner * bins
         counts = np.bincount(reached.ravel(), minlength=len(groups) * bins).reshape(len(groups), bins)
         rate = counts[:, :0:-1].cumsum(1)[:, ::-1] / (len(group) * number)[:, None]  # (C, T)
@@ -118,7 +138,12 @@ def most_others(group: Counts, bursts: Counts | None) -> int:
 
 
 def genuine_groups(
-    rows: NDArray[np.float32], groups: Groups, examples: int, seed: int, bursts: Counts | None = None
+    rows: NDArray[np.float32],
+    groups: Groups,
+    examples: int,
+    seed: int,
+    bursts: Counts | None = None,
+    against: Against | None = None,
 ) -> list[Floats]:
     """Per class, the similarities of its items to the nearest of `examples` others, of which there must be enough.
 
@@ -126,7 +151,7 @@ def genuine_groups(
     """
     draw, result = np.random.default_rng([seed, examples]), []
     for group in groups:
-        near = rows[group] @ rows[group].T
+        near = rows[group] @ rows[group].T if against is None else against.near(rows[group], group)
         scores = []
         for item in range(len(group)):
             others = draw.permutation(near[item][others_of(group, item, bursts)])

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.core.errors import LabelConflict
+from nearkin.core.errors import EncoderChanged, LabelConflict
 from nearkin.gallery.schema import (
     Facts,
     Filter,
     Floats,
     KnownRows,
     NewRow,
+    Renewed,
     Row,
     StoredRow,
     bytes_checksum,
@@ -24,6 +25,7 @@ from nearkin.gallery.schema import (
 )
 
 __all__ = ["Added", "Decide", "IdArray", "Loader", "Report", "RowBatch", "Snapshot", "Store", "SumArray"]
+__all__ += ["Rewrite", "check_encoder"]
 __all__ += ["merge_sources", "plan_insert", "sound_notes", "stored_rows", "sum_array", "warn_damaged", "warn_lost"]
 
 IdArray: TypeAlias = NDArray[np.int64]
@@ -68,6 +70,18 @@ class RowBatch(NamedTuple):
     rows: list[StoredRow]
     damaged: list[int]
     without_thumbnail: list[int]
+
+
+class Rewrite(NamedTuple):
+    """All rows in the space of another encoder. source: the encoder that the gallery must have now. rows: each with its
+    new vector and metadata, for some rows at a time. note: key and text, written with them."""
+
+    source: str
+    fingerprint: str
+    run: str
+    dim: int
+    rows: Callable[[Sequence[Row]], list[Row]]
+    note: tuple[str, str]
 
 
 class Snapshot(Protocol):
@@ -119,6 +133,10 @@ class Store(Protocol):
     def index_state(self) -> str:
         """How it is searched, in words."""
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the encoder, as it was when the facts were last read."""
+
     def facts(self) -> Facts | None:
         """None where there is no gallery yet."""
 
@@ -128,8 +146,25 @@ class Store(Protocol):
     def look_up(self, contents: Sequence[bytes]) -> KnownRows:
         """Id and label of those that are enrolled."""
 
-    def add(self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = ()) -> list[Added]:
-        """All or none. keep: an item enrolled under another label keeps it; otherwise that is a `LabelConflict`."""
+    def add(
+        self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = (), encoder: str | None = None
+    ) -> list[Added]:
+        """All or none. keep: an item enrolled under another label keeps it; otherwise that is a `LabelConflict`.
+
+        encoder: that made the vectors; an `EncoderChanged` where it is not the gallery's any more.
+        """
+
+    def rewrite(self, plan: Rewrite, progress: Callable[[int, int], None] | None = None) -> str:
+        """All or nothing; returns where the gallery as it was is kept."""
+
+    def bridged(self, after: int, limit: int) -> list[Row]:
+        """The next rows, by id, that an earlier encoder made."""
+
+    def renew(self, rows: Sequence[Renewed], encoder: str) -> int:
+        """Replaces the vectors of rows that an earlier encoder made; returns how many there still were."""
+
+    def encoders(self) -> dict[str, int]:
+        """How many rows each earlier encoder made."""
 
     def remove(self, ids: Sequence[int]) -> int: ...
     def relabel(self, ids: Sequence[int], label: str) -> int: ...
@@ -186,6 +221,12 @@ class Store(Protocol):
     def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
         """For a gallery that does not exist, or, with overwrite, in the place of one, which is kept under another
         name. Leaving the context without `finish`, or by an error or a kill, changes nothing."""
+
+
+def check_encoder(where: str, facts: Facts, encoder: str | None) -> None:
+    """encoder: that made the vectors at hand; None: not known."""
+    if encoder is not None and facts.fingerprint != encoder:
+        raise EncoderChanged(where)
 
 
 def plan_insert(rows: Sequence[NewRow], known: KnownRows, next_id: int, keep: bool) -> InsertPlan:

@@ -100,6 +100,13 @@ class Matrix:
             self.label_codes[at] = self.labels.setdefault(label, len(self.labels))
             self._count_labels(self.label_codes[at : at + 1], 1)
 
+    def replace(self, at: int, vector: Floats) -> None:
+        """Another vector (1, D) at a position."""
+        rounded, scale, error = _round(vector)
+        self.rows[at : at + 1] = vector
+        self._rounded[at : at + 1], self._scales[at : at + 1] = torch.from_numpy(rounded), torch.from_numpy(scale)
+        self._error = max(self._error, float(error.max()))
+
     def _count_labels(self, codes: NDArray[np.int32], by: int) -> None:
         if len(self.labels) > len(self.label_counts):
             self.label_counts = np.concatenate([self.label_counts, np.zeros(len(self.labels) + SPARE, np.int64)])

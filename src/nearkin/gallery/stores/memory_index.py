@@ -45,6 +45,10 @@ class Columns:
         self.texts = [self.texts[position] for position in positions]
         self._keys, self._keys_read, self._columns = set(), 0, {}
 
+    def replace(self, position: int, text: str) -> None:
+        self.texts[position] = text
+        self._keys_read, self._columns = 0, {}
+
     def has_value(self, key: str, values: Sequence[str]) -> Mask:
         """Which positions have one of these values, as JSON, under the key."""
         for text in self.texts[self._keys_read :]:
@@ -97,6 +101,16 @@ class _LoadedRows:
         vectors = unpack([row.vector for row in rows], self.matrix.dim)
         self.matrix.append([row.id for row in rows], [row.label for row in rows], vectors)
         self.columns.append([row.metadata for row in rows])
+
+    def update(self, row: Row) -> bool:
+        """Takes a changed row; whether its vector or its metadata are new."""
+        self.matrix.relabel(row.id, row.label)
+        at = self.matrix.position(row.id)
+        if at is None or self.agrees(row):
+            return False
+        self.matrix.replace(at, unpack([row.vector], self.matrix.dim))
+        self.columns.replace(at, row.metadata)
+        return True
 
     def agrees(self, row: Row) -> bool:
         """Whether a row of the file is the one that was searched."""
@@ -165,7 +179,8 @@ class MemoryIndex:
         self._loaded = None
         for i in touched:
             if i in changed:
-                loaded.matrix.relabel(i, changed[i].label)
+                if loaded.update(changed[i]):
+                    self._graph, self.index_state = None, "exact, until it is warmed: rows were renewed"
             elif i not in damaged:
                 loaded.matrix.remove(i)
                 self.damaged.pop(i, None)
@@ -244,7 +259,7 @@ class MemoryIndex:
         rebuilt = ""
         if self._graph is None:
             try:
-                graph = hnsw.load(self.index_path, facts.gallery)
+                graph = hnsw.load(self.index_path, facts.index_id)
                 if not graph.fits(matrix):
                     raise ValueError("of another state of the gallery")
                 self._graph = graph
@@ -256,7 +271,7 @@ class MemoryIndex:
                 self.index_state = f"exact: HNSW stays below a recall@10 of {hnsw.TARGET_RECALL} among these rows"
                 return
             try:
-                hnsw.save(self.index_path, self._graph, facts.gallery)
+                hnsw.save(self.index_path, self._graph, facts.index_id)
             except ValueError as error:  # as in a read-only folder
                 sentence = f"{error}; it is in memory, and made again at the next opening"
                 warnings.warn(sentence, RuntimeWarning, stacklevel=2)

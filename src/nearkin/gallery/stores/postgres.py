@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from nearkin.core.errors import EncoderChanged
 from nearkin.gallery import schema
-from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
+from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Renewed, Row
 from nearkin.gallery.stores import (
     Added,
     Decide,
     Loader,
     Report,
+    Rewrite,
+    check_encoder,
     merge_sources,
     plan_insert,
     postgres_bulk,
     postgres_check,
     postgres_index,
+    postgres_rewrite,
     warn_damaged,
 )
 from nearkin.gallery.stores.postgres_connection import Connections, bigint_bytes, vector_bytes
@@ -44,6 +48,7 @@ class PostgresStore:
         self.where, self.schema = self.connections.where, f"nearkin_{self.connections.name}"
         self.table = f"{self.schema}.items"
         self.damaged: dict[int, str] = {}
+        self.fingerprint: str | None = None
         self.lost = 0
         self.search = Search(self.schema, self.connections.exact)
         self._read = postgres_check.Verified()
@@ -91,8 +96,11 @@ class PostgresStore:
         with self.connections.reading() as cursor:
             return self._look_up(cursor, contents)
 
-    def add(self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = ()) -> list[Added]:
+    def add(
+        self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = (), encoder: str | None = None
+    ) -> list[Added]:
         with self.transaction() as (cursor, facts):
+            check_encoder(self.where, facts, encoder)
             known = self._look_up(cursor, [row.content for row in rows])
             plan = plan_insert(rows, known, facts.next_id, keep)
             items = [(bigint_bytes(i), *texts, vector_bytes(v), total) for i, *texts, v, total in plan.items]
@@ -116,7 +124,7 @@ class PostgresStore:
 
     def relabel(self, ids: Sequence[int], label: str) -> int:
         with self.transaction() as (cursor, facts):
-            rows, _ = self._fetch(cursor, ids)
+            rows, _ = self.fetch(cursor, ids)
             update = f"UPDATE {self.table} SET label = %s, sum = %s WHERE id = %s"
             for row in rows.values():
                 cursor.execute(update, (label, schema.checksum(*row._replace(label=label)), row.id))
@@ -139,10 +147,10 @@ class PostgresStore:
         with self.transaction() as (cursor, facts):
 
             def labels_of(ids: Sequence[int]) -> dict[int, str]:
-                return {row.id: row.label for row in self._fetch(cursor, ids)[0].values()}
+                return {row.id: row.label for row in self.fetch(cursor, ids)[0].values()}
 
             labels, text = decide(self._read_note(cursor, key), labels_of)
-            rows, _ = self._fetch(cursor, list(labels))
+            rows, _ = self.fetch(cursor, list(labels))
             update = f"UPDATE {self.table} SET label = %s, sum = %s WHERE id = %s"
             for row in rows.values():
                 total = schema.checksum(*row._replace(label=labels[row.id]))
@@ -160,6 +168,20 @@ class PostgresStore:
             if facts.rows == 0 and facts.fingerprint is None:
                 self.write_facts(cursor, facts.replace(fingerprint=fingerprint, run=run))
 
+    def rewrite(self, plan: Rewrite, progress: Callable[[int, int], None] | None = None) -> str:
+        return postgres_rewrite.rewrite(self, plan, progress)
+
+    def renew(self, rows: Sequence[Renewed], encoder: str) -> int:
+        return postgres_rewrite.renew(self, rows, encoder)
+
+    def bridged(self, after: int, limit: int) -> list[Row]:
+        with self.connections.reading() as cursor:
+            return postgres_rewrite.bridged(self, cursor, after, limit)
+
+    def encoders(self) -> dict[str, int]:
+        with self.connections.reading() as cursor:
+            return postgres_rewrite.encoders(self, cursor)
+
     # --- reading
 
     def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
@@ -169,11 +191,13 @@ class PostgresStore:
 
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
+            if len(query) != facts.dim:
+                raise EncoderChanged(self.where)
             return self.search.nearest(cursor, facts, query, k, filter, excluded)
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
         with self.connections.reading() as cursor:
-            rows, damaged = self._fetch(cursor, ids)
+            rows, damaged = self.fetch(cursor, ids)
             self.exclude(damaged)
             return rows
 
@@ -294,7 +318,8 @@ class PostgresStore:
         query = f"SELECT said, sum FROM {self.schema}.facts ORDER BY copy"
         copies = cursor.execute(query, prepare=exists).fetchall()
         if self._facts_read[1] is None or copies != self._facts_read[0]:
-            self._facts_read = copies, schema.read_facts(self.where, copies)
+            facts = schema.read_facts(self.where, copies)
+            self._facts_read, self.fingerprint = (copies, facts), facts.fingerprint
         return self._facts_read[1]
 
     def write_facts(self, cursor: Any, facts: Facts, schema: str = "") -> None:
@@ -307,7 +332,7 @@ class PostgresStore:
         query = f"SELECT content, id, label FROM {self.table} WHERE content = ANY(%s)"
         return {content: (i, label) for content, i, label in cursor.execute(query, (list(contents),)).fetchall()}
 
-    def _fetch(self, cursor: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int, str]]:
+    def fetch(self, cursor: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int, str]]:
         query = f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)"
         rows, damaged = read_rows(cursor.execute(query, (list(ids),)))
         return {row.id: row for row in rows}, damaged

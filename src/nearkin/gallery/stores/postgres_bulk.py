@@ -75,14 +75,15 @@ class PostgresLoader:
     """The methods of `stores.Loader` are documented there."""
 
     def __init__(self, store: "PostgresStore", cursor: Any, schema: str, facts: Facts) -> None:
-        self._store, self._cursor, self._schema, self.count, self.finished = store, cursor, schema, 0, False
+        self._store, self.cursor, self._schema, self.count, self.finished = store, cursor, schema, 0, False
+        self.previous = ""  # where the gallery that was there is, at the end
         store.make_tables(cursor, schema, facts)
 
     def remove(self, ids: Sequence[int]) -> None:
         with self._store.connections.errors():
             for table in ("thumbnails", "items"):
-                self._cursor.execute(f"DELETE FROM {self._schema}.{table} WHERE id = ANY(%s)", (list(ids),))
-            self.count -= self._cursor.rowcount
+                self.cursor.execute(f"DELETE FROM {self._schema}.{table} WHERE id = ANY(%s)", (list(ids),))
+            self.count -= self.cursor.rowcount
 
     def add(self, rows: Sequence[StoredRow]) -> None:
         # The texts are bytes already.
@@ -94,18 +95,18 @@ class PostgresLoader:
         ]
         connections = self._store.connections
         with connections.errors():
-            connections.copy(self._cursor, f"{self._schema}.items", items)
-            connections.copy(self._cursor, f"{self._schema}.thumbnails", thumbnails)
+            connections.copy(self.cursor, f"{self._schema}.items", items)
+            connections.copy(self.cursor, f"{self._schema}.thumbnails", thumbnails)
         self.count += len(rows)
 
     def finish(self, facts: Facts, notes: Mapping[str, str]) -> None:
         with self._store.connections.errors():
             if notes:
-                self._cursor.execute(f"CREATE TABLE {self._schema}.notes ({NOTES_COLUMNS})")
+                self.cursor.execute(f"CREATE TABLE {self._schema}.notes ({NOTES_COLUMNS})")
             for key, text in notes.items():
                 insert = f"INSERT INTO {self._schema}.notes VALUES (%s, %s, %s)"
-                self._cursor.execute(insert, (key, text, note_checksum(key, text)))
-            self._store.write_facts(self._cursor, facts, self._schema)
+                self.cursor.execute(insert, (key, text, note_checksum(key, text)))
+            self._store.write_facts(self.cursor, facts, self._schema)
         self.finished = True
 
 
@@ -124,8 +125,8 @@ def load(store: "PostgresStore", facts: Facts, overwrite: bool) -> Iterator[Post
         if not loader.finished:
             raise store.connections.psycopg.Rollback
         if exists:
-            previous = _free_schema(cursor, f"{store.schema}_previous")
-            cursor.execute(f"ALTER SCHEMA {store.schema} RENAME TO {previous}")
+            loader.previous = _free_schema(cursor, f"{store.schema}_previous")
+            cursor.execute(f"ALTER SCHEMA {store.schema} RENAME TO {loader.previous}")
             cursor.execute(f"ALTER SCHEMA {schema} RENAME TO {store.schema}")
 
 

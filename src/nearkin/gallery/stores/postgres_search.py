@@ -22,7 +22,7 @@ __all__ = ["COLUMNS", "DEEPEST", "FORMS", "IndexFacts", "Search", "best", "betwe
 
 SPARE = 16  # rows that exact search proposes beyond k
 DEEPEST = 1000  # hnsw.ef_search; pgvector takes no more
-STEP_COST = 12.0  # one more candidate of HNSW, in comparisons of a row that passes a filter
+STEP_COST = 20.0  # one more candidate of HNSW, in comparisons of a row that passes a filter
 FILTERS, SAMPLE = 256, 1000  # filters whose share of rows is remembered; rows that estimate it
 FEW = 0.05  # share of rows up to which a filter is answered by the index of metadata
 COLUMNS = "id, content, label, name, metadata, vector_send(vector), sum"
@@ -93,8 +93,8 @@ class Search:
             rows, damaged = self.by_index(cursor, facts.dim, index, query, k + _spare(k), depth, filter, out)
             if damaged:
                 out = excluded(damaged)
-            elif filter is not None and len(rows) < k:
-                break  # the index gave up before enough rows passed
+            elif len(rows) < k:
+                break  # the index gave up before enough rows passed, or among removed ones
             else:
                 return best(rows, query, k)[0]
         return self._compare(cursor, query, k, filter, out, excluded, terms=share < FEW)

@@ -54,7 +54,7 @@ def _check_index(path: Path, facts: Facts) -> list[str]:
     if not path.exists() or hnsw.unavailable() is not None:
         return []
     try:
-        hnsw.load(path, facts.gallery)
+        hnsw.load(path, facts.index_id)
     except ValueError as error:
         return [f"{path} is {error}; it is not used, and nearkin gallery reindex makes it again"]
     return []

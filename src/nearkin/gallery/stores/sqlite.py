@@ -12,19 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from nearkin.core.errors import StoreUnavailable
+from nearkin.core.errors import EncoderChanged, StoreUnavailable
 from nearkin.gallery import schema
-from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
+from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Renewed, Row
 from nearkin.gallery.stores import (
     Added,
     Decide,
     Loader,
     Report,
+    Rewrite,
+    check_encoder,
     merge_sources,
     plan_insert,
     repair,
     sqlite_bulk,
     sqlite_file,
+    sqlite_rewrite,
 )
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import MemoryIndex
@@ -56,6 +59,7 @@ class SqliteStore:
         self._writer: Any = None
         self._file: sqlite_file.FileId | None = None  # which one was opened, and which gallery was in it
         self._gallery: str | None = None
+        self.fingerprint: str | None = None
         self._closed = False
         self.index = self._new_index()
 
@@ -116,8 +120,11 @@ class SqliteStore:
         with self.read_lock, self.sqlite_errors():
             return sqlite_file.look_up(self.connection(False), contents)
 
-    def add(self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = ()) -> list[Added]:
+    def add(
+        self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = (), encoder: str | None = None
+    ) -> list[Added]:
         with self.transaction() as (writer, facts):
+            check_encoder(self.where, facts, encoder)
             known = sqlite_file.look_up(writer, [row.content for row in rows])
             plan = plan_insert(rows, known, facts.next_id, keep)
             writer.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", plan.items)
@@ -135,7 +142,7 @@ class SqliteStore:
                 if writer.execute("DELETE FROM items WHERE id = ?", (i,)).rowcount:
                     writer.execute("DELETE FROM thumbnails WHERE id = ?", (i,))
                     removed.append(i)
-            self._record_changes(writer, facts.replace(rows=facts.rows - len(removed)), removed)
+            self.record_changes(writer, facts.replace(rows=facts.rows - len(removed)), removed)
         return len(removed)
 
     def relabel(self, ids: Sequence[int], label: str) -> int:
@@ -144,7 +151,7 @@ class SqliteStore:
             for row in rows.values():
                 total = schema.checksum(*row._replace(label=label))
                 writer.execute("UPDATE items SET label = ?, sum = ? WHERE id = ?", (label, total, row.id))
-            self._record_changes(writer, facts, list(rows))
+            self.record_changes(writer, facts, list(rows))
         return len(rows)
 
     def note(self, key: str) -> str:
@@ -162,7 +169,7 @@ class SqliteStore:
             for row in rows.values():
                 total = schema.checksum(*row._replace(label=labels[row.id]))
                 writer.execute("UPDATE items SET label = ?, sum = ? WHERE id = ?", (labels[row.id], total, row.id))
-            self._record_changes(writer, facts, list(rows))
+            self.record_changes(writer, facts, list(rows))
             writer.execute(NOTES)
             note = (key, text, schema.note_checksum(key, text))
             writer.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", note)
@@ -172,7 +179,21 @@ class SqliteStore:
             if facts.rows == 0 and facts.fingerprint is None:
                 self.write_facts(writer, facts.replace(fingerprint=fingerprint, run=run))
 
-    def _record_changes(self, writer: Any, facts: Facts, ids: Sequence[int]) -> None:
+    def rewrite(self, plan: Rewrite, progress: Callable[[int, int], None] | None = None) -> str:
+        return sqlite_rewrite.rewrite(self, plan, progress)
+
+    def renew(self, rows: Sequence[Renewed], encoder: str) -> int:
+        return sqlite_rewrite.renew(self, rows, encoder)
+
+    def bridged(self, after: int, limit: int) -> list[Row]:
+        with self.read_lock, self.sqlite_errors():
+            return sqlite_rewrite.bridged(self.connection(False), after, limit)
+
+    def encoders(self) -> dict[str, int]:
+        with self.read_lock, self.sqlite_errors():
+            return sqlite_rewrite.encoders(self.connection(False))
+
+    def record_changes(self, writer: Any, facts: Facts, ids: Sequence[int]) -> None:
         """Tells readers which rows to read again."""
         if ids:
             changes = [(facts.changes + n, i) for n, i in enumerate(ids, 1)]
@@ -182,7 +203,9 @@ class SqliteStore:
     # --- reading
 
     def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
-        with self._refreshed() as (reader, _):
+        with self._refreshed() as (reader, matrix):
+            if len(query) != matrix.dim:
+                raise EncoderChanged(self.where)
             return self.index.nearest(reader, self.require_facts, query, k, filter)
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
@@ -348,7 +371,7 @@ class SqliteStore:
         facts = schema.read_facts(self.where, copies)
         if self._gallery not in (None, facts.gallery):
             raise StoreUnavailable(f"{self.where}: holds another gallery than the one that was opened; open it again")
-        self._gallery = facts.gallery
+        self._gallery, self.fingerprint = facts.gallery, facts.fingerprint
         return facts
 
     @staticmethod

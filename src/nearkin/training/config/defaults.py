@@ -57,6 +57,9 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "vectors": {"name": "supcon"},
     "targets": {"name": "logratio"},
 }
+# The term of [compatible]: by validation, docs/compatible.md.
+_COMPATIBLE, _COMPATIBLE_SHARE, _COMPATIBLE_SCALE = "regression", 0.5, 16.0
+_COMPATIBLE_WEIGHTS = {"classes": 1.0, "items": 1.0, "regression": 10.0}
 _IMAGE_KEYS = ("size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache", "near")
 
 
@@ -115,6 +118,7 @@ def settle(recipe: Recipe, items: Items, parts: Parts, *, split: bool = True) ->
     recipe = _settle_training(recipe, facts)
     recipe = _settle_heat(recipe)
     recipe = _settle_memory(recipe)
+    recipe = _settle_compatible(recipe)
     if recipe.evaluation.clustering and items.labels is None:
         raise ValueError("evaluation.clustering needs class labels, the source has none")
     if recipe.evaluation.rerank is not None:
@@ -528,6 +532,31 @@ def _settle_memory(recipe: Recipe) -> Recipe:
     if recipe.memory.size == 0 and recipe.memory.warmup is not None:
         no_effect("memory.warmup", "memory.size is 0")
     return recipe.with_("memory", warmup=recipe.memory.warmup or 0) if recipe.memory.size else recipe
+
+
+def _settle_compatible(recipe: Recipe) -> Recipe:
+    """The term that holds new embeddings to those of an old run; defaults by validation, docs/compatible.md."""
+    options, graded, loss = recipe.compatible, recipe.takes_targets, recipe.loss["name"]
+    method = options.method or _COMPATIBLE
+    uses = {"regression": {"class_share"}, "classes": {"scale"}, "items": {"scale"}}[method]
+    if options.run is None:
+        for key in ("method", "weight", "class_share", "scale"):
+            if getattr(options, key) is not None:
+                no_effect(f"compatible.{key}", "compatible.run is not set")
+        return recipe
+    if method == "classes" and graded:
+        raise ValueError(f"compatible.method must be items or regression for loss {loss}, which reads no classes")
+    if graded and options.class_share:
+        raise ValueError(f"compatible.class_share must be 0 for loss {loss}, which reads no classes")
+    defaults = {"class_share": 0.0 if graded else _COMPATIBLE_SHARE, "scale": _COMPATIBLE_SCALE}
+    settled: dict[str, Any] = {"method": method, "weight": options.weight or _COMPATIBLE_WEIGHTS[method]}
+    for key, default in defaults.items():
+        value = getattr(options, key)
+        if key not in uses and value is not None:
+            no_effect(f"compatible.{key}", f"compatible.method is {method}")
+        if key in uses:
+            settled[key] = default if value is None else value
+    return recipe.with_("compatible", **settled)
 
 
 def _defaults(settings: Mapping[str, Setting]) -> dict[str, Any]:

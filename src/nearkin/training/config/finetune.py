@@ -59,7 +59,13 @@ def settle_finetune(recipe: Recipe, num_classes: int | None, items: int) -> tupl
     if options.train in (None, "auto"):
         train, why = _choice(recipe, num_classes, items)
         sentence = f"trains {WORDS[train]}: {why} (finetune.train chooses otherwise)"
-    settled: dict[str, Any] = {"train": train, "interpolate": options.interpolate is not False}
+    compatible = recipe.compatible.run is not None
+    if compatible and options.interpolate:
+        raise ValueError(
+            "finetune.interpolate must be false with compatible.run: other weights than the trained ones would not "
+            "search the old rows"
+        )
+    settled: dict[str, Any] = {"train": train, "interpolate": options.interpolate is not False and not compatible}
     if not recipe.encoder.get("dim") and options.projection is not None:
         no_effect("finetune.projection", "encoder.dim is 0, so there is no projection")
     if recipe.encoder.get("dim"):

@@ -33,6 +33,7 @@ NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend 
 _FREE = {
     "data": ("source", "root"),
     "unlabelled": ("folder",),
+    "compatible": ("run",),
     "training": ("device", "workers", "strategy", "graphs", "log"),
     "loss": ("shard",),
 }
@@ -90,6 +91,16 @@ class Unlabelled(_Section):
     invariance: float | None = Field(default=None, ge=0)  # vicreg: the weights of its terms
     variance: float | None = Field(default=None, ge=0)  # vicreg
     covariance: float | None = Field(default=None, ge=0)  # vicreg
+
+
+class Compatible(_Section):
+    """An old run whose rows the new embeddings are to search; `compatible.CompatibleLoss`."""
+
+    run: str | None = None  # its folder, or the name of a pretrained encoder
+    method: Literal["classes", "items", "regression"] | None = None
+    weight: float | None = Field(default=None, gt=0)  # of the term beside the loss
+    class_share: float | None = Field(default=None, ge=0, le=1)  # regression: of the class mean in what is aimed at
+    scale: float | None = Field(default=None, gt=0)  # classes, items: what the cosines are multiplied by
 
 
 class Levels(_Section):
@@ -194,6 +205,7 @@ class Recipe(BaseModel):
     encoder: dict[str, Any] = {}
     augment: dict[str, Any] = {}
     loss: dict[str, Any] = {}
+    compatible: Compatible = Compatible()
     levels: Levels = Levels()
     memory: Memory = Memory()
     sampler: dict[str, Any] = {}
@@ -265,8 +277,9 @@ class Recipe(BaseModel):
                 sections[section] = {name: "none" if value is None else _listed(value) for name, value in part.items()}
             else:
                 sections[section] = {name: value for name, value in part.model_dump().items() if value is not None}
-        if not sections["unlabelled"]:  # as in runs of versions that did not know it
-            del sections["unlabelled"]
+        for section in ("unlabelled", "compatible"):
+            if not sections[section]:  # as in runs of versions that did not know it
+                del sections[section]
         return sections
 
     def to_toml(self) -> str:

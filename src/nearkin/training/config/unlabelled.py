@@ -20,7 +20,14 @@ _STEPS, _LEAST, _MOST = 1500, 5, 200  # steps of a pretraining on a GPU, about, 
 _PRETRAINED_RATE = 0.2  # of the training's, for weights that have learned already; better by validation on birds
 _CPU_STEPS = {False: 1000, True: 300}  # of an encoder without, and with, pretrained weights
 # What has an effect in a run that ends with its pretraining; sections that are not named here have one as a whole.
-_ALONE: dict[str, set[str]] = {"loss": set(), "levels": set(), "memory": set(), "sampler": set(), "evaluation": set()}
+_ALONE: dict[str, set[str]] = {
+    "loss": set(),
+    "compatible": set(),
+    "levels": set(),
+    "memory": set(),
+    "sampler": set(),
+    "evaluation": set(),
+}
 _ALONE["data"] = {"source", "size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache"}
 _ALONE["schedule"] = {"warmup"}
 _ALONE["training"] = {"chunk", "precision", "seed", "device", "workers", "deterministic", "graphs", "strategy"}

@@ -1,0 +1,63 @@
+"""The items that rows were enrolled from, read again where they still are: at their path, or in their source."""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from nearkin import data
+from nearkin.data import groups
+from nearkin.data.item_set import Items
+from nearkin.gallery import matched_parts
+from nearkin.gallery.items import Encoding, RawItem, encode_items, hash_items
+from nearkin.gallery.schema import Row
+
+__all__ = ["Originals"]
+
+
+class Originals:
+    """Reads the originals of rows for an encoder. sources: that were enrolled from; each is opened when needed."""
+
+    def __init__(self, sources: Sequence[str], encoding: Encoding) -> None:
+        self._sources, self._encoding = list(sources), encoding
+        self._opened: dict[str, tuple[Items, dict[str, int]] | None] = {}
+
+    def read(self, row: Row) -> RawItem | None:
+        """The item, if it is what was enrolled, by the hash of its content."""
+        for content in self._contents(row):
+            with suppress(ValueError, TypeError):  # no picture, or other features than the encoder takes
+                (item,) = hash_items([content], self._encoding, self._encoding.dim)
+                if item.content == row.content and isinstance(item, RawItem):
+                    return item._replace(name=row.name)
+        return None
+
+    def embedded(self, rows: Sequence[Row]) -> dict[int, Any]:
+        """By id what `encode_items` makes of those rows whose originals are there and can be decoded."""
+        items = {row.id: item for row in rows if (item := self.read(row)) is not None}
+        encoded = encode_items(list(items.values()), self._encoding, [])
+        return {id: seen for id, seen in zip(items, encoded, strict=True) if seen is not None}
+
+    def _contents(self, row: Row) -> Any:
+        if self._encoding.takes_pictures and (content := matched_parts.original(row.name)):
+            yield content
+        for source in self._sources:
+            prefix = source.rstrip("/") + "/"
+            opened = self._source(source) if row.name.startswith(prefix) else None
+            if opened is None or row.name[len(prefix) :] not in opened[1]:
+                continue
+            items, at = opened[0], opened[1][row.name[len(prefix) :]]
+            with suppress(OSError, ValueError):
+                if items.vectors is not None:
+                    yield items.vectors[at]
+                elif items.pictures is not None:
+                    yield items.pictures.read(at)
+
+    def _source(self, source: str) -> tuple[Items, dict[str, int]] | None:
+        """The items of a source by name; None where it cannot be opened any more."""
+        if source not in self._opened:
+            self._opened[source] = None
+            with suppress(OSError, ValueError), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                items = data.load(source, labelled=False, group_column=groups.UNUSED)
+                self._opened[source] = items, {name: i for i, name in enumerate(items.names)}
+        return self._opened[source]

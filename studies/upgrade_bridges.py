@@ -1,0 +1,166 @@
+"""How well new queries find old rows over a bridge, by kind of bridge, on classes that the bridge was not fitted on.
+
+    nearkin embed runs/small glyphs --part test --out old.npz
+    nearkin embed runs/glyphs glyphs --part test --out new.npz
+    python studies/upgrade_bridges.py glyphs old.npz new.npz
+
+The bridge is fitted on half of the classes, its kind and settings chosen within them; a quarter measures scale and
+error rates, and retrieval is judged on the half that was not fitted on. Error rates are tested on the last quarter.
+"mixed" is a gallery whose rows are bridged and renewed at random, with the cosines as they are and on one scale. Writes
+results/upgrade_bridges.json, one entry per name.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
+from nearkin.evaluation.verification import class_rates
+from nearkin.evaluation.verification.class_rates import Against
+from nearkin.gallery import bridge, bridge_scale
+from nearkin.gallery.results import Calibrator
+from nearkin.gallery.schema import unit
+
+RESULTS = Path(__file__).parent / "results" / "upgrade_bridges.json"
+
+
+def row(name: str, values: tuple[list[float], list[float], list[int]], classes: Any) -> dict[str, Any]:
+    first, precision, places = values
+    groups = torch.from_numpy(classes[places])
+    figures: dict[str, Any] = {"rows": name}
+    for key, one in (("recall@1", first), ("map@r", precision)):
+        low, high = share_interval(torch.tensor(one, dtype=torch.float64), groups)
+        figures |= {key: round(float(np.mean(one)), 4), f"{key}_interval": [round(low, 4), round(high, 4)]}
+    print(
+        f"{name:24s} R@1 {100 * figures['recall@1']:5.1f} {figures['recall@1_interval']}  "
+        f"MAP@R {100 * figures['map@r']:5.1f} {figures['map@r_interval']}",
+        flush=True,
+    )
+    return figures
+
+
+def plain_procrustes(old: Any, new: Any, rows: Any) -> Any:
+    """A rotation without whitening, means taken out: the usual baseline."""
+    width = max(old.shape[1], new.shape[1])
+    wide = [np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (old - old.mean(0), new - new.mean(0))]
+    left, _, right = np.linalg.svd(wide[0].T.astype(np.float64) @ wide[1])
+    moved = np.pad(rows - old.mean(0), ((0, 0), (0, width - rows.shape[1]))) @ (left @ right)
+    return unit(moved[:, : new.shape[1]] + new.mean(0))
+
+
+def best_of(kind: str, old: Any, new: Any, classes: Any) -> bridge.Bridge:
+    """One kind at the settings that are best within the classes fitted on."""
+    everything = dict(bridge.KINDS)
+    try:
+        for other in everything:
+            if other != kind:
+                del bridge.KINDS[other]
+        return bridge.choose(old, new, classes).bridge
+    finally:
+        bridge.KINDS.clear()
+        bridge.KINDS.update(everything)
+
+
+def mixed(new: Any, mapped: Any, classes: Any, scale: bridge_scale.Scale | None) -> Any:
+    """`bridge.per_query` where half of the rows are bridged; scale None: cosines as they are."""
+    bridged = np.random.default_rng(1).random(len(new)) < 0.5
+    near = np.where(bridged, new @ mapped.T if scale is None else scale(new @ mapped.T), new @ new.T)
+    np.fill_diagonal(near, -np.inf)
+    sizes = np.bincount(classes)[classes] - 1
+    most = int(sizes.max())
+    top = np.argsort(-near, axis=1, kind="stable")[:, :most]
+    hit = (classes[top] == classes[:, None]) & (np.arange(most) < sizes[:, None])
+    precision = (hit * hit.cumsum(1) / np.arange(1, most + 1)).sum(1) / np.maximum(sizes, 1)
+    keep = sizes > 0
+    return hit[keep, 0].astype(float).tolist(), precision[keep].tolist(), np.flatnonzero(keep).tolist()
+
+
+def error_rates(new: Any, mapped: Any, classes: Any, scale: bridge_scale.Scale, calibrator: Calibrator) -> list[Any]:
+    """FAR per pair on classes that played no part: as stated (the bound), and as observed."""
+    groups = [np.flatnonzero(classes == one) for one in np.unique(classes)]
+    kinds = {"bridged": Against(mapped, lambda near, _: scale(near)), "new": None}
+    rows = []
+    for kind, against in kinds.items():
+        rates = class_rates.impostor_rates(class_rates.accepts(new, groups, calibrator.thresholds, 1, against))
+        curves = calibrator.bridged[1]
+        for far in (0.1, 0.03, 0.01, 0.003, 0.001):
+            if curves.bound[-1] > far:
+                continue
+            at = int(np.argmax(curves.bound <= far))
+            scores = class_rates.genuine_groups(new, groups, 1, 0, None, against)
+            tar = float(class_rates.true_accepts(scores, calibrator.thresholds)[:, at].mean())
+            figures = {"stated": far, "observed": float(rates.far[at]), "tar": tar}
+            rows.append({"rows": kind} | figures | {"interval": [float(rates.low[at]), float(rates.high[at])]})
+            print(f"{kind:8s} FAR stated {far:g}, observed {rates.far[at]:.2g}, TAR {tar:.3f}", flush=True)
+    return rows
+
+
+def study(old_path: str, new_path: str, seed: int) -> dict[str, Any]:
+    old_file, new_file = np.load(old_path, allow_pickle=False), np.load(new_path, allow_pickle=False)
+    assert (old_file["names"] == new_file["names"]).all()
+    old, new = unit(old_file["embeddings"]), unit(new_file["embeddings"])
+    _, classes = np.unique(old_file["labels"], return_inverse=True)
+    order = np.random.default_rng(seed).permutation(classes.max() + 1)
+    quarter = len(order) // 4
+    fit, measured = np.isin(classes, order[: 2 * quarter]), np.isin(classes, order[2 * quarter : 3 * quarter])
+    judged = ~fit
+    _, codes = np.unique(classes[judged], return_inverse=True)
+    print(f"{fit.sum()} pairs of {2 * quarter} classes; judged on {judged.sum()} items of {codes.max() + 1} others")
+    table = [row("old-old", bridge.per_query(old[judged], old[judged], codes), codes)]
+    plain = plain_procrustes(old[fit], new[fit], old[judged])
+    table.append(row("new-old, rotation alone", bridge.per_query(new[judged], plain, codes), codes))
+    for kind in bridge.KINDS:
+        started = time.perf_counter()
+        mapped = best_of(kind, old[fit], new[fit], classes[fit])(old[judged])
+        seconds = round(time.perf_counter() - started, 1)
+        table.append(
+            row(f"new-old, {kind}", bridge.per_query(new[judged], mapped, codes), codes) | {"seconds": seconds}
+        )
+    chosen = bridge.choose(old[fit], new[fit], classes[fit])
+    table.append(
+        row(
+            f"new-old, chosen ({chosen.bridge.kind})",
+            bridge.per_query(new[judged], chosen.bridge(old[judged]), codes),
+            codes,
+        )
+    )
+    mapped = chosen.bridge(old)
+    scale = bridge_scale.measure_scale(new[measured], mapped[measured])
+    table.append(row("mixed, cosines", mixed(new[judged], mapped[judged], codes, None), codes))
+    table.append(row("mixed, on one scale", mixed(new[judged], mapped[judged], codes, scale), codes))
+    table.append(row("new-new", bridge.per_query(new[judged], new[judged], codes), codes))
+    content = bridge_scale.measure_across(
+        new[measured], mapped[measured], [str(one) for one in classes[measured]], scale
+    )
+    tested = judged & ~measured
+    rates = error_rates(new[tested], mapped[tested], classes[tested], scale, Calibrator(content))
+    return {
+        "pairs": int(fit.sum()),
+        "judged": int(judged.sum()),
+        "classes": int(codes.max() + 1),
+        "dims": [old.shape[1], new.shape[1]],
+        "table": table,
+        "calibration_classes": quarter,
+        "far": rates,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name")
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    result = study(arguments.old, arguments.new, arguments.seed)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps(results | {arguments.name: result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
