@@ -17,10 +17,12 @@ ROOT = Path(__file__).parents[2]
 # Pages of the repository that are part of the site too, by the name they have there.
 TEXTS = {
     "README.ko.md": "korean.md",
+    "notebooks/README.md": "notebooks.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
+SOURCES = {uri: name for name, uri in TEXTS.items()}
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -62,9 +64,9 @@ def _outside(target: str, page: str) -> str | None:
     """The path from the repository's root of a link that leaves docs/, or None."""
     if "://" in target:
         return None
-    place = "" if page in TEXTS.values() else "docs"
-    path = posixpath.normpath(posixpath.join(place, posixpath.dirname(page) if place else "", target))
-    return None if path.startswith("docs/") and place else path
+    source = SOURCES.get(page, f"docs/{page}")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    return None if path.startswith("docs/") and page not in SOURCES else path
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
