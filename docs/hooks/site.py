@@ -36,6 +36,8 @@ def on_files(files: Files, config: Any) -> Files:
     except ValueError as error:
         raise PluginError(str(error)) from error
     for uri, content in contents.items():
+        if (stub := files.get_file_from_path(uri)) is not None:  # what a reader of the repository finds there
+            files.remove(stub)
         files.append(File.generated(config, uri, content=content))
     for name, uri in TEXTS.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
