@@ -48,9 +48,10 @@ class Metrics:
     """The numbers of one process, and the sums over all. number: its row.
 
     file: a descriptor that all processes share, of `nbytes(processes)`; without it the numbers are this process's only.
+    begun: it counts among the processes from now on, else from `begin` on.
     """
 
-    def __init__(self, processes: int = 1, number: int = 0, file: int | None = None) -> None:
+    def __init__(self, processes: int = 1, number: int = 0, file: int | None = None, begun: bool = True) -> None:
         self._table: NDArray[np.float64]
         if file is None:
             self._table = np.zeros((processes, SIZE))
@@ -62,6 +63,10 @@ class Metrics:
         self._exact: dict[str, int] = {}
         self._patterns: list[tuple[re.Pattern[str], int]] = []
         self._own[_ACTIVE : _PID + 1] = 0
+        if begun:
+            self.begin()
+
+    def begin(self) -> None:
         self._own[_PID] = os.getpid()
 
     def name_routes(self, paths: Iterable[str]) -> None:
@@ -118,7 +123,9 @@ class Metrics:
         if rows is not None:
             lines += _family("nearkin_gallery_rows", "gauge", "Rows of the gallery.", [("", rows)])
         pids = {number: int(row[_PID]) for number, row in enumerate(self._table) if row[_PID]}
-        lines += _family("nearkin_processes", "gauge", "Processes of the service.", [("", len(pids))])
+        lines += _family(
+            "nearkin_processes", "gauge", "Processes that answer, and their supervisor.", [("", len(pids))]
+        )
         memory = [(f'{{process="{number}"}}', size) for number, pid in pids.items() if (size := _resident(pid))]
         words = "Resident memory of each process, shared pages included; 0 is the supervisor where there are workers."
         lines += _family("nearkin_resident_memory_bytes", "gauge", words, memory)
