@@ -5,8 +5,9 @@
 A child process enrols batch after batch into one gallery, relabels the rows of every third batch, removes half of every
 other third, and acknowledges a batch through a pipe when its calls have returned. It is killed at a random moment; then
 the gallery is opened, read and verified, and the next child continues with the batch that was not acknowledged. On
-PostgreSQL every fifth kill hits the server with all its processes instead, which is then restarted. Any row lost,
-invented, duplicated or corrupt ends with exit code 1.
+PostgreSQL every fifth kill hits the server with all its processes instead, which is then restarted, and the child
+brings the search index up to date after every fourth batch, from 500 rows on. Any row lost, invented, duplicated or
+corrupt ends with exit code 1.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from nearkin.gallery import Gallery
+from nearkin.gallery.stores import postgres_index
 from postgres_server import Server, binaries
 
 DIM = 32
@@ -50,6 +52,9 @@ def gone(number: int) -> int:
 
 def enrol_on(place: str, first: int, pipe: int) -> None:
     """In a child: enrols from batch `first` on until it is killed; writes each acknowledged number to the pipe."""
+    in_postgres = place.startswith("postgres")
+    if in_postgres:
+        postgres_index.EXACT = 500  # so that kills hit its index too
     gallery = Gallery.open(place, dim=DIM)
     os.write(pipe, OPENED)
     number = first
@@ -62,6 +67,8 @@ def enrol_on(place: str, first: int, pipe: int) -> None:
             gallery.remove(ids[: gone(number)])
         os.write(pipe, struct.pack("q", number))
         number += 1
+        if in_postgres and number % 4 == 0:
+            gallery.warm()
 
 
 def killed(place: str, first: int, opened: bool, after: float, server: Server | None) -> int:
@@ -96,7 +103,8 @@ def killed(place: str, first: int, opened: bool, after: float, server: Server | 
 def faults(place: str, acknowledged: int, known: set[int]) -> list[str]:
     """The faults of the gallery. known: batches that were verified before and are only counted."""
     wrong = []
-    with Gallery.open(place, dim=DIM) as gallery:
+    exact = "&search=exact" if place.startswith("postgres") else ""
+    with Gallery.open(place + exact, dim=DIM) as gallery:
         report = gallery.check()
         if not report.whole:
             wrong.append(f"not whole: {report}")

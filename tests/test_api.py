@@ -290,10 +290,10 @@ def test_nothing_is_decoded_before_an_error_that_could_be_known(sets, sentence, 
 
 
 def test_a_missing_extra_is_said_before_anything_is_decoded(photos, tmp_path, decoded, monkeypatch):
-    from nearkin.training import metrics_log
+    from nearkin.training import tracking
 
     source = [f'data.source="{photos.as_posix()}"', "data.cache=false"]
-    monkeypatch.setattr(metrics_log, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install 'nearkin\\[track\\]'"):
         training.train(training.read_recipe(None, [*source, "training.tensorboard=true"]), tmp_path / "run")
     for module, name, extra in (("timm", "timm:resnet18", "vision"), ("transformers", "hf:some/model", "hf")):

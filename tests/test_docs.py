@@ -10,7 +10,8 @@ from PIL import Image
 from nearkin import evaluation
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+IDEAS = sorted(page for page in (ROOT / "docs" / "ideas").glob("*.md") if not page.name.endswith(".ko.md"))
 
 
 def readme_blocks():
@@ -113,3 +114,18 @@ def test_evaluation_page_runs():
             assert 0 <= result[answers[function]] <= 1, line
         else:
             assert result, line
+
+
+@pytest.mark.parametrize("page", IDEAS, ids=lambda p: p.stem)
+def test_pages_of_ideas_run_and_are_the_same_in_korean(page):
+    english, korean = page.read_text(), page.with_suffix(".ko.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", english, re.S)
+    assert blocks and blocks == re.findall(r"```python\n(.*?)```", korean, re.S)
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    for part in (r"^\$\$\n(.*?)\n\$\$$", r"\((\.\./[^)]+)\)", r"(?<![\w/.#-])\d+\.\d+"):  # formulas, links, figures
+        both = [sorted(re.findall(part, text, re.S | re.M)) for text in (english, korean)]
+        assert both[0] and both[0] == both[1], part
+    assert re.search(r"\((.*?)\)", english)[1] == page.with_suffix(".ko.md").name
+    assert re.search(r"\((.*?)\)", korean)[1] == page.name

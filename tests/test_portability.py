@@ -202,14 +202,14 @@ def test_a_process_is_not_sent_ctrl_c_to_see_whether_it_lives(monkeypatch):
     monkeypatch.setattr(os.path, "isdir", lambda _: False)
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
-    assert heartbeat._started(4711) == 0 and not sent
+    assert heartbeat.started_at(4711) == 0 and not sent
 
 
 def test_a_hanging_rank_is_ended_where_there_is_no_sigkill(monkeypatch):
     sent = []
     monkeypatch.delattr(signal, "SIGKILL", raising=False)
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
-    monkeypatch.setattr(heartbeat, "_started", lambda process: 7)
+    monkeypatch.setattr(heartbeat, "started_at", lambda process: 7)
     heartbeat._kill(heartbeat._Address(heartbeat._machine(), 4711, 7))
     assert sent == [(4711, signal.SIGTERM)]
 

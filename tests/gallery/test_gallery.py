@@ -679,6 +679,22 @@ def test_the_index_is_made_used_and_made_again(place, vectors, monkeypatch):
             assert gallery.check().whole and gallery.search(vectors[5])[0].id == 6
 
 
+def test_an_enrolled_item_is_known_even_where_the_index_misses_it(place, run, tmp_path, monkeypatch):
+    paths = pictures(tmp_path / "pictures")
+    with Gallery.open(place, run) as gallery:
+        gallery.enrol(paths, [f"label {i}" for i in range(6)], [{"n": i} for i in range(6)])
+        nearest = gallery._store.nearest
+        missed = [hit.id for hit in gallery.search(paths[2], 1)]
+        monkeypatch.setattr(
+            gallery._store, "nearest", lambda *a: [one for one in nearest(*a) if one[0].id not in missed]
+        )
+        answer, hits = gallery.identify_with_hits(paths[2], 3)
+        assert answer.label == "label 2" and hits[0].id == 3 and hits[0].similarity == pytest.approx(1)
+        assert gallery.identify(paths[2], filter={"n": [0, 1, 2]}).label == "label 2"
+        for other in ({"n": 1}, {"label": "label 1"}):
+            assert 3 not in [hit.id for hit in gallery.identify_with_hits(paths[2], 3, filter=other)[1]]
+
+
 # ---- kill -9
 
 

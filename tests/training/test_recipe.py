@@ -234,6 +234,7 @@ CHANGES = {
     "training.save_minutes": (VECTORS, 1e-9),
     "training.log_steps": (VECTORS, 5),
     "training.on_collapse": (None, "test_training: test_collapse_is_noticed"),
+    "training.log": (None, "test_tracking"),
     "training.tensorboard": (None, "test_tensorboard"),
     "evaluation.ks": (VECTORS, [1, 3]),
     "evaluation.interval": (VECTORS, False),

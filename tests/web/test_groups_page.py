@@ -153,6 +153,30 @@ def test_group_name_split_merge_and_undo(browser, served, shoot):  # noqa: F811
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
 @pytest.mark.slow
+def test_a_press_before_the_first_answer_and_an_answer_after_its_time(browser, served):  # noqa: F811
+    held, early = [], []
+
+    def hold_the_first(route):
+        if held:
+            route.continue_()
+        else:
+            held.append(route)
+            early.append(route.fetch())
+
+    def prepared(page):
+        page.route("**/api/groups?*", hold_the_first)
+
+    with Watched(browser, served.address + "#groups", prepare=prepared) as page:
+        page.locator("#groups-propose [type=submit]").click()
+        playwright.expect(cards(page)).to_have_count(KINDS)
+        held[0].fulfill(response=early[0])
+        page.wait_for_load_state("networkidle")
+        playwright.expect(page.locator("#groups-note")).to_have_text("4 groups")
+        playwright.expect(cards(page)).to_have_count(KINDS)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+@pytest.mark.slow
 def test_groups_that_another_browser_changed_are_shown_again(browser, served):  # noqa: F811
     expect = playwright.expect
     with Watched(browser, served.address + "#groups") as page:

@@ -112,7 +112,7 @@ def shoot(tmp_path):
 class Watched:
     """A page, the errors of its scripts, and the addresses it requests."""
 
-    def __init__(self, browser, address, size=DESKTOP, scheme="light", **options):
+    def __init__(self, browser, address, size=DESKTOP, scheme="light", prepare=lambda page: None, **options):
         self.context = browser.new_context(
             viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, reduced_motion="reduce", **options
         )
@@ -122,6 +122,7 @@ class Watched:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.on("request", lambda request: self.requests.append(request.url))
+        prepare(self.page)
         self.address, self.home = address, re.split("[?#]", address)[0]
 
     def __enter__(self):

@@ -12,7 +12,7 @@ __all__ = ["served"]  # a fixture; the browser has a camera here
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER), pytest.mark.slow]
 NARROW = (360, 740)
 LOCALES = {"en": "en-GB", "ko": "ko-KR"}
-CAMERA = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]  # a green picture, allowed at once
+CAMERA = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]  # allowed at once
 expect = playwright.expect
 
 
@@ -23,8 +23,14 @@ def tool():
 
 
 @pytest.fixture(scope="module")
-def browser(tool):
-    opened = tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", *CAMERA])
+def browser(tool, tmp_path_factory):
+    """Its camera shows one green picture, far from all enrolled ones: chromium's own moves, and any frame may come."""
+    film, (width, height) = tmp_path_factory.mktemp("camera") / "green.y4m", (320, 240)
+    planes = b"".join(bytes([level]) * pixels for level, pixels in
+                      ((145, width * height), (54, width * height // 4), (34, width * height // 4)))  # fmt: skip
+    film.write_bytes(f"YUV4MPEG2 W{width} H{height} F10:1 Ip A1:1 C420jpeg\n".encode() + (b"FRAME\n" + planes) * 3)
+    camera = [*CAMERA, f"--use-file-for-fake-video-capture={film}"]
+    opened = tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", *camera])
     yield opened
     opened.close()
 

@@ -591,15 +591,17 @@ def test_a_full_line_sends_away_at_once_and_recovers():
 
 
 def test_a_full_service_says_when_to_come_again(gallery, monkeypatch):
-    gate, before = threading.Event(), gallery.see
-    monkeypatch.setattr(gallery, "see", lambda *arguments: (gate.wait(), before(*arguments))[1])
+    gate, entered, before = threading.Event(), threading.Event(), gallery.see
+    monkeypatch.setattr(gallery, "see", lambda *arguments: (entered.set(), gate.wait(), before(*arguments))[2])
     with client_of(gallery, limits=Limits(queue=2, batch=1)) as client:
         answers = []
         threads = [
             threading.Thread(target=lambda: answers.append(client.post("/api/search", files=item(picture(1)))))
             for _ in range(12)
         ]
-        for thread in threads:
+        threads[0].start()
+        entered.wait()  # one is being encoded, two may wait
+        for thread in threads[1:]:
             thread.start()
         while len(answers) < 9:
             time.sleep(0.01)

@@ -4,6 +4,9 @@
 from nearkin.cli import train, compare, evaluate, embed, enrol, photo_groups, queries, gallery_admin  # isort: skip
 from nearkin.cli import gallery_backup, serve, runs, listing  # isort: skip
 from nearkin.cli.screen import app, main
+from nearkin.cli.verb import group_verbs
+
+group_verbs(app)
 
 __all__ = ["app", "compare", "embed", "enrol", "evaluate", "gallery_admin", "gallery_backup", "listing", "main"]
 __all__ += ["photo_groups", "queries", "runs", "serve", "train"]

@@ -11,7 +11,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.ranks import refuse_torchrun
-from nearkin.cli.screen import app, echo, metric_cell, one_sentence, progress_bars, shown
+from nearkin.cli.screen import app, echo, metric_cell, one_sentence, print_json, progress_bars, shown
 from nearkin.core.text import visible
 
 
@@ -133,7 +133,7 @@ def compare(
             page = folder / "comparison.html"
             report.write_comparison(page, comparison.results)
     if json:
-        echo(json_module.dumps(comparison.results, indent=2, ensure_ascii=False), lines=True)
+        print_json(comparison.results)
     elif quiet:
         echo(str(folder))
     else:

@@ -7,7 +7,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import app, echo, one_sentence, plain_bar
+from nearkin.cli.screen import app, one_sentence, plain_bar, print_result
 
 
 @app.command(no_args_is_help=True)
@@ -36,6 +36,7 @@ def embed(
     skip_unreadable: options.SkipUnreadableFlag = False,
     device: options.DeviceOption = options.Device.auto,
     quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
     """Embed a source with the encoder of a run or a pretrained one, for `nearkin evaluate` or any index.
 
@@ -73,9 +74,10 @@ def embed(
         if first(group):
             columns = (embedded.labels, embedded.targets, embedded.names, embedded.classes, embedded.quality)
             vector_files.write(out, embedded.embeddings, *columns, embedded.groups)
-    if not quiet and first(group):
+    if first(group):
         rows, dimensions = embedded.embeddings.shape
-        echo(f"{out}: {rows:,} × {dimensions}")
+        document = {"file": str(out), "rows": rows, "dimensions": dimensions}
+        print_result(f"{out}: {rows:,} × {dimensions}", document)
 
 
 def _beside(source: str) -> Path:
@@ -95,8 +97,15 @@ def export(
         typer.Option(help="Output file.", metavar="FILE", show_default="RUN/model.onnx, RUN/model-D.onnx with --dim"),
     ] = None,
     dim: options.DimOption = None,
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
-    """Write the encoder of a run in another format, and check it on real inputs."""
+    """Write the encoder of a run in another format, and check it on real inputs.
+
+    Example:
+
+      nearkin export runs/birds --onnx --out birds.onnx
+    """
     with one_sentence():
         from nearkin import training
 
@@ -104,4 +113,5 @@ def export(
             raise ValueError("say which format: nearkin export RUN --onnx")
         path = out or Path(run) / ("model.onnx" if dim is None else f"model-{dim}.onnx")
         difference, items = training.export_onnx(run, path, dim=dim)
-    echo(f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items")
+    text = f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items"
+    print_result(text, {"file": str(path), "difference": difference, "items": items})

@@ -10,7 +10,7 @@ import typer
 from nearkin.cli import options
 from nearkin.cli.gallery_admin import opened_gallery, shown
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_note
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_note, print_result
 
 if TYPE_CHECKING:
     from nearkin.dist.group import ProcessGroup
@@ -33,6 +33,7 @@ def enrol(
     skip_unreadable: options.SkipUnreadableFlag = False,
     device: options.DeviceOption = options.Device.auto,
     quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
     """Enrol a source in a gallery, which is created if needed. Items that are enrolled already are skipped.
 
@@ -77,12 +78,13 @@ def enrol(
         return
     for line in result.unreadable[:10]:
         echo(f"skipped: {line}", err=True)
-    if not quiet:
-        relabelled = f", {result.kept:,} of them under another label, which they keep" if result.kept else ""
-        skipped = f", {len(result.unreadable):,} unreadable" if result.unreadable else ""
-        counts = f"{result.added:,} enrolled, {result.known:,} already enrolled{relabelled}{skipped}"
-        echo(f"{shown(gallery)}: {counts}; {rows:,} in all")
-        print_note(note)
+    relabelled = f", {result.kept:,} of them under another label, which they keep" if result.kept else ""
+    skipped = f", {len(result.unreadable):,} unreadable" if result.unreadable else ""
+    counts = f"{result.added:,} enrolled, {result.known:,} already enrolled{relabelled}{skipped}"
+    document = {"gallery": shown(gallery), "enrolled": result.added, "already_enrolled": result.known}
+    document |= {"kept_label": result.kept, "unreadable": result.unreadable, "rows": rows, "note": note or None}
+    print_result(f"{shown(gallery)}: {counts}; {rows:,} in all", document)
+    print_note(note)
 
 
 @contextmanager

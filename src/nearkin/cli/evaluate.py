@@ -1,8 +1,5 @@
 """`nearkin evaluate`: metrics of stored embeddings, or of the encoder of a run."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,17 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nearkin.cli import options
+from nearkin.cli.evaluate_inputs import (
+    add_far_check,
+    cohort_of_run,
+    cut_offs,
+    is_encoder,
+    open_set_settings,
+    rates_of,
+    size_in_bytes,
+    validation_of_run,
+    vectors_of_run,
+)
+from nearkin.cli.evaluate_table import print_results, protocol_bar
 from nearkin.cli.ranks import first, joined
-from nearkin.cli.screen import app, bar_columns, echo, one_sentence, plain_bar, print_note
-from nearkin.core.text import visible
+from nearkin.cli.screen import app, as_json, echo, one_sentence, print_json
 
 if TYPE_CHECKING:
     from nearkin.data.vectors import Vectors
-    from nearkin.dist.group import ProcessGroup
-    from nearkin.evaluation.protocols.runner import Progress, Settings
-
-PER_CLASS = 20  # items of a training class, whose mean is in the cohort
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 class Similarity(str, Enum):
@@ -176,7 +179,11 @@ def evaluate(
         str, typer.Option(help="Working memory besides the embeddings, as 512MB or 2GB.", metavar="SIZE")
     ] = "512MB",
     device: options.DeviceOption = options.Device.auto,
-    json: Annotated[Path | None, typer.Option(help="Write all results as JSON, atomically.", metavar="OUT")] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write all results as JSON, atomically; - prints them, and nothing else.", metavar="OUT"),
+    ] = None,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Evaluate stored embeddings, or the encoder of a run: prints a table, and writes JSON on request.
 
@@ -195,6 +202,8 @@ def evaluate(
       nearkin evaluate runs/birds new-photos/ --open-set --report open-set.html
 
       nearkin evaluate faces.npz --pairs pairs.csv --far 1e-3
+
+      nearkin evaluate runs/birds --json - > results.json
 
       torchrun --nproc-per-node 8 -m nearkin evaluate runs/birds
     """
@@ -217,22 +226,22 @@ def evaluate(
             method_of(rerank)  # before anything is read or embedded
         settings = runner.Settings(
             tuple(name for name, on in flags.items() if on),
-            None if ks is None else _cut_offs(ks),
+            None if ks is None else cut_offs(ks),
             None if similarity is None else similarity.value,
             ways,
             shots,
             episodes,
             seed,
             interval,
-            _size_in_bytes(budget),
+            size_in_bytes(budget),
             device.value,
-            None if far is None else _rates(far),
+            None if far is None else rates_of(far),
             rerank=rerank,
-            **_open_set_settings(open_set, examples, fpir, repeats, cohort, report),
+            **open_set_settings(open_set, examples, fpir, repeats, cohort, report),
         )
         if rerank_validation is not None and (rerank is None or has_settings(rerank)):
             raise ValueError("--rerank-validation is for --rerank METHOD without settings, which it chooses")
-        if json is not None and first(group):
+        if json is not None and not as_json() and first(group):
             results_table.writable(json)
         if report is not None and first(group):
             results_table.writable(report)
@@ -243,16 +252,16 @@ def evaluate(
             raise ValueError("--gallery-labels, --gallery-targets and --gallery-groups need --gallery FILE")
         if groups is not None and (group_pattern or group_column):
             raise ValueError("--groups FILE excludes --group-pattern and --group-column, got both")
-        if _is_encoder(embeddings):
+        if is_encoder(embeddings):
             if labels or targets or gallery or groups:
                 raise ValueError(
                     f"{embeddings}: a run brings its own labels; leave --labels, --targets, --groups, --gallery out"
                 )
             chosen: dict[str, Any] = {"group_pattern": group_pattern, "group_column": group_column}
             chosen |= {"levels": options.names(levels), "part": part}
-            queries, searched = _of_run(embeddings, source, root, dim, device.value, group, chosen)
+            queries, searched = vectors_of_run(embeddings, source, root, dim, device.value, group, chosen)
             if open_set and cohort is None:
-                others = _cohort_of_run(embeddings, dim, device.value, group)
+                others = cohort_of_run(embeddings, dim, device.value, group)
         else:
             if source is not None or root is not None or dim is not None or part is not None:
                 raise ValueError(
@@ -270,221 +279,28 @@ def evaluate(
         if rerank_validation is not None:
             validation = vectors.read(rerank_validation, group_column=group_column)
         elif rerank is not None and not has_settings(rerank) and Path(embeddings).is_dir():
-            validation = _validation_of(embeddings, dim, device.value, group)
+            validation = validation_of_run(embeddings, dim, device.value, group)
         if cohort is not None:
             others = vectors.read(cohort)
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
-        with _bar("pairs" if pairs is None else "resamples", first(group)) as progress:
+        with protocol_bar("pairs" if pairs is None else "resamples", first(group)) as progress:
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group, others, validation)
         if open_set and first(group):
-            _add_far_check(results, queries, embeddings, settings, dim)
+            add_far_check(results, queries, embeddings, settings, dim)
         if report is not None and first(group):
             from nearkin.report import write_open_set
 
             write_open_set(report, results)
-        if json is not None and first(group):
+        if json is not None and not as_json() and first(group):
             results_table.write(json, results)
         if label_errors is not None and first(group):
             results_table.write_label_errors(label_errors, results)
     if not first(group):
         return
-    _print(results, interval or open_set)
-    for written in (json, label_errors, report):
-        if written is not None:
-            echo(f"wrote {written}", err=True)
-
-
-def _is_encoder(text: str) -> bool:
-    """Whether the argument is no file: a folder, an encoder's name, or what may be one mistyped."""
-    from nearkin.models.frozen import is_encoder_name
-
-    path = Path(text)
-    return is_encoder_name(text) or path.is_dir() or not (path.exists() or path.suffix)
-
-
-def _of_run(
-    run: str,
-    source: str | None,
-    root: Path | None,
-    dim: int | None,
-    device: str,
-    group: "ProcessGroup | None",
-    chosen: dict[str, Any],
-) -> "tuple[Vectors, Vectors | None]":
-    """Embeddings of a source by the encoder of a run; and of its gallery, if it has one."""
-    from nearkin import training
-    from nearkin.training.inference import length_note
-
-    with plain_bar("embedding", not first(group)) as progress:
-        options: dict[str, Any] = {"root": root, "dim": dim, "device": device, "progress": progress, "group": group}
-        vectors = training.vectors_of(run, source, **options, **chosen)
-    if dim is not None and first(group) and (note := length_note(run, dim)) is not None:
-        print_note(note)
-    return vectors
-
-
-def _validation_of(run: str, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
-    """Embeddings of the validation part of a run's own source; None where it has none."""
-    from nearkin import training
-
-    with plain_bar("embedding the validation part", not first(group)) as progress:
-        items = training.vectors_of(run, part="val", dim=dim, device=device, progress=progress, group=group)[0]
-    return items if len(items.embeddings) else None
-
-
-def _open_set_settings(
-    asked: bool, examples: str | None, fpir: str | None, repeats: int | None, cohort: Path | None, report: Path | None
-) -> dict[str, Any]:
-    """The settings of --open-set; its options need it."""
-    given = {"--examples": examples, "--fpir": fpir, "--repeats": repeats, "--cohort": cohort, "--report": report}
-    if not asked and (alone := [name for name, value in given.items() if value is not None]):
-        raise ValueError(f"{', '.join(alone)}: for --open-set, which is not asked for")
-    if report is not None and report.suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"{report}: a report must end in .html")
-    chosen: dict[str, Any] = {} if repeats is None else {"repeats": repeats}
-    if examples is not None:
-        chosen["examples"] = _cut_offs(examples, "examples", "1,2,5")
-    if fpir is not None:
-        chosen["fpirs"] = _rates(fpir, "fpir")
-    return chosen
-
-
-def _cohort_of_run(run: str | Path, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
-    """Embeddings of the run's training part; a note where there is none, as when its source has moved."""
-    from nearkin import training
-
-    if not Path(run).is_dir():  # an encoder's name: it was trained elsewhere
-        return None
-    options: dict[str, Any] = {"dim": dim, "device": device, "group": group, "part": "train", "per_class": PER_CLASS}
-    try:
-        with plain_bar("embedding the training part", not first(group)) as progress:
-            return training.vectors_of(run, progress=progress, **options)[0]
-    except (ValueError, OSError) as error:
-        if first(group):
-            print_note(f"no cohort for AS-norm: {error}")
-        return None
-
-
-def _add_far_check(
-    results: dict[str, Any], queries: "Vectors", run: str | Path, settings: "Settings", dim: int | None
-) -> None:
-    """Whether `identify` keeps its FAR on these classes, in the results of open-set identification."""
-    from nearkin.gallery import far_check
-
-    with plain_bar("checking identify") as progress:
-        options: dict[str, Any] = {"examples": settings.examples, "seed": settings.seed, "progress": progress}
-        results["results"]["open_set"]["identify"] = far_check.of_vectors(
-            queries,
-            Path(run) if Path(run).is_dir() else None,
-            dim=dim,
-            device=settings.device,
-            budget=settings.budget,
-            **options,
-        )
-
-
-def _cut_offs(text: str, name: str = "ks", like: str = "1,2,4,8") -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f'{name} must be whole numbers >= 1, separated by commas, as {like}, got "{text}"')
-    return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _rates(text: str, name: str = "far") -> tuple[float, ...]:
-    try:
-        rates = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        rates = ()
-    if not rates or not all(0 < rate < 1 for rate in rates):
-        raise ValueError(f'{name} must be rates > 0 and < 1, separated by commas, as 1e-2,1e-3, got "{text}"')
-    return rates
-
-
-def _size_in_bytes(text: str) -> int:
-    """512MB is 512 · 2^20 bytes, with or without an i."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
-    if match is None or not float(match[1]):
-        raise ValueError(f'budget must be a size as 512MB or 2GB, got "{text}"')
-    return int(float(match[1]) * 2 ** _UNITS[match[2]])
-
-
-@contextmanager
-def _bar(verified: str, shown: bool) -> "Iterator[Progress | None]":
-    """A bar on stderr with rate and time left, removed at the end; None if stderr is no terminal.
-
-    verified: what verification counts; one-shot counts episodes, open-set searches, the others rows.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    counted = {"verification": verified, "one_shot": "episodes", "open_set": "searches"}
-    console = Console(stderr=True)
-    if not shown or not console.is_terminal:
-        yield None
+    if as_json():
+        print_json(results)
         return
-    with Progress(*bar_columns(), console=console, transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(protocol: str, done: int, total: int) -> None:
-            if protocol not in tasks:
-                for task in tasks.values():
-                    bar.remove_task(task)
-                tasks.clear()
-                tasks[protocol] = bar.add_task(protocol.replace("_", "-"), total=None, status="")
-            speed = next(task.speed for task in bar.tasks if task.id == tasks[protocol])
-            rate = f"{speed:,.0f} {counted.get(protocol, 'rows')}/s" if speed else ""
-            bar.update(tasks[protocol], completed=done, total=total or None, status=rate)
-
-        yield progress
-
-
-def _chosen(reranked: dict[str, Any]) -> str:
-    """Where the settings of re-ranking come from."""
-    chosen = reranked["chosen"]
-    if chosen is None:
-        return f"{reranked['method']}: settings not chosen on validation classes"
-    tried, key = chosen["tried"], next(iter(reranked["settings"]))
-    figures = ", ".join(f"{key} {one[key]}: {100 * one['map@r']:.1f} %" for one in tried)
-    of = f"{chosen['classes']:,} validation classes, {chosen['items']:,} items"
-    return f"{reranked['method']}: {key} chosen by MAP@R on {of} (plain: {100 * chosen['plain']:.1f} %; {figures})"
-
-
-def _print(results: dict[str, Any], interval: bool) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from nearkin.evaluation.protocols import results_table
-
-    sets = [
-        f"{vectors['file']}: {vectors['rows']:,} × {vectors['dimensions']}"
-        for vectors in (results["embeddings"], results["gallery"])
-        if vectors
-    ]
-    classes = f", {results['classes']:,} classes" if results["classes"] else ""
-    classes += f", {results['groups']:,} groups" if results["groups"] else ""
-    echo(" against ".join(sets) + classes)
-    grid = Table(box=SIMPLE_HEAD)
-    for name in ("protocol", "metric"):
-        grid.add_column(name, no_wrap=True)
-    grid.add_column("value", justify="right", overflow="fold", min_width=9)  # names may be long: they wrap
-    if interval:
-        grid.add_column("95 % interval", justify="right", no_wrap=True)
-    last = ""
-    for row in results_table.table(results):
-        if last and row.protocol != last:
-            grid.add_section()
-        protocol = "" if row.protocol == last else row.protocol
-        cells = (protocol, row.metric, row.value, *([row.interval] if interval else []))
-        grid.add_row(*(Text(visible(cell, lines=True)) for cell in cells))  # a class may be called [red]
-        last = row.protocol
-    Console().print(grid)
-    reranked = results["results"].get("retrieval", {}).get("rerank")
-    if reranked is not None:
-        echo(_chosen(reranked))
-        echo(reranked["sentence"])
-    for sentence in results_table.sentences(results):
-        echo(sentence)
-    for note in results["notes"]:
-        echo(f"note: {note}", err=True)
+    print_results(results, interval or open_set)
+    for written in (json, label_errors, report):
+        if written is not None and not quiet:
+            echo(f"wrote {written}", err=True)

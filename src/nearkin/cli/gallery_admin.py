@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_table
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_result, print_table
+from nearkin.cli.verb import App, Verbs
 
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
@@ -18,13 +19,18 @@ __all__ = ["GalleryArgument", "opened_gallery", "verbs", "warnings_as_notes"]
 
 GalleryArgument = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
 
-verbs = typer.Typer(no_args_is_help=True, help="Inspect, check, back up, copy, export and index a gallery.")
+verbs = App(cls=Verbs, no_args_is_help=True, help="Inspect, check, back up, copy, export and index a gallery.")
 app.add_typer(verbs, name="gallery")
 
 
 @verbs.command(no_args_is_help=True)
-def stats(gallery: GalleryArgument, json: options.JsonFlag = False) -> None:
-    """Rows, labels, encoder and index of a gallery."""
+def stats(gallery: GalleryArgument, json: options.JsonFlag = False, quiet: options.QuietFlag = False) -> None:
+    """Rows, labels, encoder and index of a gallery.
+
+    Example:
+
+      nearkin gallery stats birds.gallery
+    """
     with one_sentence(), opened_gallery(gallery) as opened:
         figures = opened.stats() | {"largest": _largest(opened.labels())}
     if json:
@@ -39,41 +45,69 @@ def stats(gallery: GalleryArgument, json: options.JsonFlag = False) -> None:
 def export(
     gallery: GalleryArgument,
     out: Annotated[Path, typer.Option(help="An .npz, .safetensors, .parquet, .jsonl or .faiss file.", metavar="FILE")],
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
-    """Write all rows to a file, for `nearkin evaluate`, FAISS or any other program."""
+    """Write all rows to a file, for `nearkin evaluate`, FAISS or any other program.
+
+    Example:
+
+      nearkin gallery export birds.gallery --out birds.npz
+    """
     with one_sentence(), opened_gallery(gallery) as opened:
         count = opened.export(out)
-    echo(f"{out}: {count:,} rows")
+    print_result(f"{out}: {count:,} rows", {"file": str(out), "rows": count})
 
 
 @verbs.command(no_args_is_help=True)
-def reindex(gallery: GalleryArgument) -> None:
-    """Rebuild the search index; up to 100,000 rows there is none, and every search is exact."""
+def reindex(
+    gallery: GalleryArgument,
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
+) -> None:
+    """Rebuild the search index; up to 100,000 rows there is none, and every search is exact.
+
+    Example:
+
+      nearkin gallery reindex birds.gallery
+    """
     with one_sentence(), opened_gallery(gallery) as opened:
         with plain_bar("indexing") as progress:
             opened.reindex(progress)
         state = opened.stats()["index"]
-    echo(f"{shown(gallery)}: {state}")
+    print_result(f"{shown(gallery)}: {state}", {"gallery": shown(gallery), "index": state})
 
 
 @verbs.command(no_args_is_help=True)
 def check(
     gallery: GalleryArgument,
     repair: Annotated[bool, typer.Option("--repair", help="Keep the intact rows, set the corrupt ones aside.")] = False,
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
-    """Read and verify every row; exit code 1 if any is corrupt."""
+    """Read and verify every row; exit code 1 if any is corrupt.
+
+    Examples:
+
+      nearkin gallery check birds.gallery
+
+      nearkin gallery check birds.gallery --repair
+    """
     with one_sentence(), opened_gallery(gallery) as opened:
         with plain_bar("checking") as progress:
             result = opened.check(progress)
         saved = opened.repair() if repair and not result.whole else None
-    echo(f"{shown(gallery)}: {result.sound:,} of {result.rows:,} rows are intact")
+    document = {"gallery": shown(gallery), "rows": result.rows, "intact": result.sound, "notes": result.notes}
+    document |= {"corrupt": {str(id): why for id, why in result.bad.items()}}
+    document |= {"kept": None if saved is None else saved[0], "set_aside": None if saved is None else str(saved[1])}
+    print_result(f"{shown(gallery)}: {result.sound:,} of {result.rows:,} rows are intact", document)
     for id, why in list(result.bad.items())[:20]:
         echo(f"id {id}: {why}", err=True)
     for note in result.notes:
         echo(note, err=True)
-    if saved is not None:
+    if saved is not None and not (quiet or json):
         echo(f"{saved[0]:,} rows are kept; the previous state is in {saved[1]}")
-    elif not result.whole:
+    if saved is None and not result.whole:
         echo(f"corrupt rows are left out of every search; nearkin gallery check {shown(gallery)} --repair", err=True)
         raise typer.Exit(1)
 
@@ -98,6 +132,8 @@ def calibrate(
     ] = None,
     dim: options.DimOption = None,
     device: options.DeviceOption = options.Device.auto,
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
     """Calibrate similarities, so that `identify` and `verify` give probabilities.
 
@@ -119,6 +155,9 @@ def calibrate(
             part = part or "val"
             with plain_bar("embedding") as progress:
                 calibration = room.calibrate(run, part=part, dim=dim, device=device.value, progress=progress)
+    if json or quiet:
+        print_result("", {"calibrated": shown(run), "part": part} | calibration)
+        return
     echo(
         f"{shown(run)}: calibrated on {calibration['classes']:,} classes of {part}, {calibration['genuine']:,} pairs "
         f"of the same class and {calibration['impostors']:,} of different ones; calibration error "

@@ -7,7 +7,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.gallery_admin import GalleryArgument, opened_gallery, shown, verbs, warnings_as_notes
-from nearkin.cli.screen import echo, one_sentence, plain_bar, print_json, print_table
+from nearkin.cli.screen import echo, one_sentence, plain_bar, print_json, print_result, print_table
 
 __all__: list[str] = []
 
@@ -24,26 +24,38 @@ def backup(
     full: Annotated[
         bool, typer.Option("--full", help="Write all rows again; the points before may be deleted then.")
     ] = False,
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
-    """Add what changed since the last time to a backup; others may write to the gallery meanwhile."""
+    """Add what changed since the last time to a backup; others may write to the gallery meanwhile.
+
+    Example:
+
+      nearkin gallery backup birds.gallery birds-backup/
+    """
     with one_sentence(lambda: "the backup is as it was"), warnings_as_notes():
         from nearkin import gallery as room
 
         with plain_bar("backing up") as progress:
             result = room.backup(gallery, folder, full=full, progress=progress)
-    if result.new:
-        counts = f"{result.added:,} added, {result.changed:,} changed, {result.removed:,} removed"
-        echo(f"{result.path}: {result.rows:,} rows, {counts}")
-    else:
-        echo(f"nothing has changed since point {result.number}, {result.rows:,} rows")
+    counts = f"{result.added:,} added, {result.changed:,} changed, {result.removed:,} removed"
+    text = f"{result.path}: {result.rows:,} rows, {counts}"
+    if not result.new:
+        text = f"nothing has changed since point {result.number}, {result.rows:,} rows"
+    print_result(text, result._asdict() | {"path": str(result.path)})
     _say_left_out(gallery, result.damaged, result.without_thumbnail, "the backup keeps what it has of them")
     if result.missing:
         echo(f"note: the gallery lacks {result.missing:,} rows; nearkin gallery check {shown(gallery)}", err=True)
 
 
 @verbs.command(no_args_is_help=True)
-def points(folder: _Folder, json: options.JsonFlag = False) -> None:
-    """Read and verify a backup and list its points; exit code 1 if any is damaged."""
+def points(folder: _Folder, json: options.JsonFlag = False, quiet: options.QuietFlag = False) -> None:
+    """Read and verify a backup and list its points; exit code 1 if any is damaged.
+
+    Example:
+
+      nearkin gallery points birds-backup/
+    """
     with one_sentence():
         from nearkin import gallery as room
 
@@ -80,8 +92,17 @@ def restore(
         bool, typer.Option("--latest-whole", help="Of a damaged backup, the latest point that is intact.")
     ] = False,
     overwrite: _Overwrite = False,
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
-    """Make a gallery, in a file or in PostgreSQL, from a backup; every byte is verified."""
+    """Make a gallery, in a file or in PostgreSQL, from a backup; every byte is verified.
+
+    Examples:
+
+      nearkin gallery restore birds-backup/ birds.gallery
+
+      nearkin gallery restore birds-backup/ birds.gallery --point 3 --overwrite
+    """
     with one_sentence(lambda: "no gallery was made"), warnings_as_notes():
         from nearkin import gallery as room
 
@@ -89,7 +110,8 @@ def restore(
             result = room.restore(
                 folder, gallery, point=point, latest_whole=latest_whole, overwrite=overwrite, progress=progress
             )
-    echo(f"{shown(gallery)}: {result.rows:,} rows of point {result.point}")
+    document = {"gallery": shown(gallery), "rows": result.rows, "point": result.point}
+    print_result(f"{shown(gallery)}: {result.rows:,} rows of point {result.point}", document)
 
 
 @verbs.command(no_args_is_help=True)
@@ -97,23 +119,43 @@ def copy(
     gallery: GalleryArgument,
     target: Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="TARGET", show_default=False)],
     overwrite: _Overwrite = False,
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
 ) -> None:
-    """Copy a gallery between files and PostgreSQL; the answers stay the same."""
+    """Copy a gallery between files and PostgreSQL; the answers stay the same.
+
+    Example:
+
+      nearkin gallery copy birds.gallery postgresql://localhost/birds
+    """
     with one_sentence(lambda: "no copy was made"), warnings_as_notes():
         from nearkin import gallery as room
 
         with plain_bar("copying") as progress:
             result = room.copy(gallery, target, overwrite=overwrite, progress=progress)
-    echo(f"{shown(target)}: {result.rows:,} rows")
+    print_result(
+        f"{shown(target)}: {result.rows:,} rows",
+        {"gallery": shown(target), "rows": result.rows, "damaged": result.damaged},
+    )
     _say_left_out(gallery, result.damaged, result.without_thumbnail, "they were not copied")
 
 
 @verbs.command(no_args_is_help=True)
-def vacuum(gallery: GalleryArgument) -> None:
-    """Free the space of removed rows."""
+def vacuum(
+    gallery: GalleryArgument,
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
+) -> None:
+    """Free the space of removed rows.
+
+    Example:
+
+      nearkin gallery vacuum birds.gallery
+    """
     with one_sentence(lambda: "the gallery is as it was"), opened_gallery(gallery) as opened:
         before, after = opened.vacuum()
-    echo(f"{shown(gallery)}: {before:,} bytes before, {after:,} after")
+    document = {"gallery": shown(gallery), "bytes_before": before, "bytes_after": after}
+    print_result(f"{shown(gallery)}: {before:,} bytes before, {after:,} after", document)
 
 
 def _say_left_out(gallery: str, damaged: list[int], without_thumbnail: int, what: str) -> None:

@@ -1,16 +1,22 @@
 """`nearkin losses`, `nearkin encoders`, `nearkin sources`: names, settings and defaults."""
 
 import inspect
-import json as json_module
 from typing import Any
 
 from nearkin.cli import options
-from nearkin.cli.screen import app, echo
+from nearkin.cli.screen import app, echo, print_json
 
 
 @app.command()
-def losses(json: options.JsonFlag = False) -> None:
-    """List the losses with their settings and defaults."""
+def losses(json: options.JsonFlag = False, quiet: options.NamesFlag = False) -> None:
+    """List the losses with their settings and defaults.
+
+    Examples:
+
+      nearkin losses
+
+      nearkin train photos/ --loss proxy-anchor --set loss.margin=0.2
+    """
     from nearkin.training.config import registry
 
     _show(
@@ -19,23 +25,40 @@ def losses(json: options.JsonFlag = False) -> None:
             for loss in registry.LOSSES.values()
         ],
         json,
+        quiet,
     )
 
 
 @app.command()
-def encoders(json: options.JsonFlag = False) -> None:
-    """List the encoders with their settings and defaults."""
+def encoders(json: options.JsonFlag = False, quiet: options.NamesFlag = False) -> None:
+    """List the encoders with their settings and defaults.
+
+    Examples:
+
+      nearkin encoders
+
+      nearkin train photos/ --encoder efficientnet-lite0
+    """
     from nearkin import models
 
-    _show([{"name": n, "line": line, "settings": dict(settings)} for n, line, settings in models.encoders()], json)
+    _show(
+        [{"name": n, "line": line, "settings": dict(settings)} for n, line, settings in models.encoders()], json, quiet
+    )
 
 
 @app.command()
-def sources(json: options.JsonFlag = False) -> None:
-    """List the named data sets and what they need; a folder or a file needs no name."""
+def sources(json: options.JsonFlag = False, quiet: options.NamesFlag = False) -> None:
+    """List the named data sets and what they need; a folder or a file needs no name.
+
+    Examples:
+
+      nearkin sources
+
+      nearkin train cub200 --root data/CUB_200_2011
+    """
     from nearkin import data
 
-    _show([{"name": name, "line": line, "needs": needs} for name, line, needs in data.sources()], json)
+    _show([{"name": name, "line": line, "needs": needs} for name, line, needs in data.sources()], json, quiet)
 
 
 def _defaults(settings: dict[str, Any]) -> dict[str, Any]:
@@ -43,9 +66,13 @@ def _defaults(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: None if setting.default is empty else setting.default for name, setting in settings.items()}
 
 
-def _show(entries: list[dict[str, Any]], json: bool) -> None:
+def _show(entries: list[dict[str, Any]], json: bool, names_only: bool) -> None:
     if json:
-        echo(json_module.dumps(entries, indent=2, ensure_ascii=False, default=str), lines=True)
+        print_json(entries)
+        return
+    if names_only:
+        for entry in entries:
+            echo(entry["name"])
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

@@ -20,8 +20,10 @@ __all__ = [
 __all__ += ["GroupColumnOption", "GroupPatternOption"]
 __all__ += [
     "LevelsOption",
+    "NamesFlag",
     "OpenDeviceOption",
     "PartialFlag",
+    "QuietFlag",
     "RootOption",
     "RunArgument",
     "SilentFlag",
@@ -75,6 +77,8 @@ DimOption = Annotated[
 SkipSingleFlag = Annotated[bool, typer.Option("--skip-single", help="Skip classes with a single item.")]
 SkipUnreadableFlag = Annotated[bool, typer.Option("--skip-unreadable", help="Skip unreadable files.")]
 SilentFlag = Annotated[bool, typer.Option("--quiet", help="Print nothing.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", help="No progress and no notes.")]
+NamesFlag = Annotated[bool, typer.Option("--quiet", help="Print only the names.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonResultsFlag = Annotated[bool, typer.Option("--json", help="Print only the results, as JSON.")]
 LevelsOption = Annotated[

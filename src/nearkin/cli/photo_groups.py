@@ -1,5 +1,6 @@
 """`nearkin group`: groups of unlabelled items, as a table and a contact sheet."""
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import Enum
@@ -72,6 +73,8 @@ def group(
             raise ValueError(f"--out must end in .csv, got {out}")
         if not out.parent.is_dir():
             raise ValueError(f"--out: the folder {out.parent} does not exist")
+        if not os.access(out.parent, os.W_OK):
+            raise ValueError(f"--out: the folder {out.parent} is not writable; choose another path")
 
         def bar(what: str) -> Any:
             bars.close()

@@ -63,6 +63,7 @@ def search(
     ] = None,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Search a gallery for the nearest items.
 
@@ -82,7 +83,7 @@ def search(
         for hit in hits
     ]
     print_table(("similarity", "label", "name", "id", *(["quality"] if rated else [])), rows, "nothing found")
-    if seen is not None and seen.quality is not None:
+    if seen is not None and seen.quality is not None and not quiet:
         echo(f"quality of {item}: {_quality(seen.quality)}")
 
 
@@ -95,6 +96,7 @@ def identify(
     filter: _Filter = None,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Identify an item: its label with a confidence, or unknown.
 
@@ -135,6 +137,7 @@ def verify(
     far: _FarPair = None,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Verify whether two items are of the same class, at a false-accept rate (FAR) per pair.
 
@@ -177,6 +180,7 @@ def explain(
     out: Annotated[Path, typer.Option(help="The picture with both heat maps.", metavar="FILE")] = Path("explain.png"),
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Show which part of two images matched: a heat map over each, whose sum is the similarity.
 

@@ -1,27 +1,38 @@
 """`nearkin runs`, `nearkin report` and `nearkin doctor`: which runs there are, their pages, what is installed."""
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.screen import app, echo, one_sentence, print_table, shown, training_screen
+from nearkin.cli.screen import app, echo, one_sentence, print_json, print_table, shown, training_screen
 
 
 @app.command()
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where runs are looked for.", metavar="DIR")] = Path("runs"),
     json: options.JsonFlag = False,
+    quiet: options.NamesFlag = False,
 ) -> None:
-    """List the runs in a folder with their figures on test classes, the last one first."""
+    """List the runs in a folder with their figures on test classes, the last one first.
+
+    Examples:
+
+      nearkin runs
+
+      nearkin runs studies/ --json
+    """
     with one_sentence():
         from nearkin.training.run_list import list_runs
 
         found = list_runs(folder)
         if json:
-            echo(json_module.dumps(found, indent=2, ensure_ascii=False), lines=True)
+            print_json(found)
+            return
+        if quiet:
+            for run in found:
+                echo(run["run"])
             return
         metrics = [name for name in ("recall@1", "map@r", "ndcg@10") if any(name in run["test"] for run in found)]
         names = ("run", "source", "encoder", "loss", *(f"{name}, %" for name in metrics), "state")
@@ -31,36 +42,56 @@ def runs(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
-    silent: options.SilentFlag = False,
+    silent: Annotated[bool, typer.Option("--quiet", help="Print only where the report is.")] = False,
+    json: options.JsonFlag = False,
 ) -> None:
-    """Test a finished run again and write its report.html anew."""
-    with one_sentence(lambda: "the run is as it was"), training_screen(silent) as callback:
+    """Test a finished run again and write its report.html anew.
+
+    Example:
+
+      nearkin report runs/birds
+    """
+    with one_sentence(lambda: "the run is as it was"), training_screen(silent or json) as callback:
         from nearkin import training
 
         if not (run / "recipe.toml").is_file():
-            raise ValueError(f"{run}: not a run: there is no recipe.toml in it")
+            raise ValueError(f"{run}: not a run: there is no recipe.toml in it; nearkin runs lists the runs")
         if not (run / "results.json").is_file():
             raise ValueError(f"{run}: this run has not ended; nearkin train --resume {run} trains to the end")
         outcome = training.resume(run, callback, report=True)
         if outcome.report is None:
             raise ValueError(f"{run}: it was pretrained without labels, so nothing was tested and there is no report")
-        echo(f"report: {outcome.report}")
+        if json:
+            print_json({"run": str(run), "report": str(outcome.report), "test": outcome.results["test"]["trained"]})
+        else:
+            echo(f"report: {outcome.report}")
 
 
 @app.command()
-def doctor(json: options.JsonFlag = False) -> None:
-    """Show versions, devices, kernels, extras and room on disk; say what is missing and how to get it."""
+def doctor(
+    json: options.JsonFlag = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only what to do something about.")] = False,
+) -> None:
+    """Show versions, devices, kernels, extras and room on disk; say what is missing and how to get it.
+
+    Examples:
+
+      nearkin doctor
+
+      nearkin doctor --json
+    """
     with one_sentence():
         from nearkin.training import environment
 
         state = environment.examine()
         notes = environment.sentences(state)
         if json:
-            echo(json_module.dumps(state | {"notes": notes}, indent=2, ensure_ascii=False), lines=True)
+            print_json(state | {"notes": notes})
             return
-        print_table(("", ""), _machine_rows(state), "")
-        extras = [(e["name"], e["for"], e["install"] or "installed") for e in state["extras"]]
-        print_table(("extra", "for", ""), extras, "extras: unknown, since nearkin is not installed as a package")
+        if not quiet:
+            print_table(("", ""), _machine_rows(state), "")
+            extras = [(e["name"], e["for"], e["install"] or "installed") for e in state["extras"]]
+            print_table(("extra", "for", ""), extras, "extras: unknown, since nearkin is not installed as a package")
         for note in notes:
             echo(note)
 

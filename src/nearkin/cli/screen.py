@@ -1,7 +1,6 @@
 """What the verbs share: the app, errors as one sentence, progress bars and tables."""
 
 import io
-import json
 import signal
 import sys
 import threading
@@ -11,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from nearkin.cli.ranks import end_rank
+from nearkin.cli.verb import EXIT_CODES, App, Verbs, as_json, echo, is_quiet, print_error, print_json, print_result
 from nearkin.core.errors import Diverged, Stopped, Terminated
 from nearkin.core.text import visible
 
@@ -28,34 +27,25 @@ __all__ = [
     "plain_bar",
     "print_json",
 ]
-__all__ += ["print_note", "print_table", "progress_bars", "results_table", "shown", "training_screen"]
+__all__ += [
+    "as_json",
+    "print_note",
+    "print_result",
+    "print_table",
+    "progress_bars",
+    "results_table",
+    "shown",
+    "training_screen",
+]
 
 
-def echo(text: str, err: bool = False, lines: bool = False) -> None:
-    """Prints a line; control characters in names, labels and files are shown, not sent to the terminal."""
-    typer.echo(visible(text, lines), err=err)
-
-
-class _Verbs(TyperGroup):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)  # in the order of their definition, which typer before 0.13 does not keep
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands:
-            import difflib
-
-            verbs = [name for name, command in self.commands.items() if not command.hidden]
-
-            near = difflib.get_close_matches(args[0], verbs, 1)
-            hint = f'; did you mean "{near[0]}"?' if near else ";"
-            echo(f'unknown verb "{args[0]}"{hint} known: {", ".join(verbs)}', err=True)
-            raise typer.Exit(2)
-        return super().resolve_command(ctx, args)
-
-
-app = typer.Typer(
-    cls=_Verbs,
+app = App(
+    cls=Verbs,
     help="Deep metric learning: train encoders, evaluate embeddings, search and identify.",
+    epilog="Start: nearkin train photos/ (a folder per class), or nearkin serve photos/ without training. "
+    "nearkin VERB --help has examples. Exit codes: "
+    + "; ".join(f"{code} {meaning.partition(';')[0].partition(':')[0]}" for code, meaning in EXIT_CODES.items())
+    + ".",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -99,20 +89,22 @@ def one_sentence(interrupted: Callable[[], str] = lambda: "nothing was written")
         with _terminable():
             yield
     except KeyboardInterrupt as error:
-        echo(f"interrupted; {interrupted()}", err=True)
-        raise typer.Exit(143 if isinstance(error, Terminated) else 130) from None
+        code = 143 if isinstance(error, Terminated) else 130
+        print_error(f"interrupted; {interrupted()}", code)
+        raise typer.Exit(code) from None
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
             raise  # no missing extra, but a bug of nearkin
-        echo(" ".join(str(error).split()), err=True)
-        raise typer.Exit(3 if isinstance(error, Diverged) else 2) from None
+        code = 3 if isinstance(error, Diverged) else 2
+        print_error(" ".join(str(error).split()), code)
+        raise typer.Exit(code) from None
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "out of memory" not in str(error):
             raise
-        echo("out of memory; use a smaller --budget, --batch or --chunk, or --device cpu", err=True)
+        print_error("out of memory; use a smaller --budget, --batch or --chunk, or --device cpu", 2)
         raise typer.Exit(2) from None
     except Stopped as error:
-        echo(str(error), err=True)
+        print_error(str(error), 128 + error.number)
         raise typer.Exit(128 + error.number) from None
 
 
@@ -137,7 +129,7 @@ def plain_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], N
     from rich.console import Console
 
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet or is_quiet() or not console.is_terminal:
         yield None
         return
     with progress_bars(console) as bars:
@@ -366,12 +358,9 @@ def results_table(results: dict[str, Any]) -> None:
         Console().print(visible(results["no_interval"]), soft_wrap=True, highlight=False, markup=False)
 
 
-def print_json(content: Any) -> None:
-    echo(json.dumps(content, indent=2, ensure_ascii=False), lines=True)
-
-
 def print_note(note: str) -> None:
-    if note:
+    """A note on stderr; none with --quiet or --json, whose document has it."""
+    if note and not is_quiet():
         echo(f"note: {note}", err=True)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.screen import app, echo, one_sentence, training_screen
+from nearkin.cli.screen import app, echo, one_sentence, print_json, training_screen
 
 
 class Strategy(str, Enum):
@@ -74,6 +74,15 @@ def train(
         typer.Option("--drop-near", help="Drop training and validation pictures that are nearly in a later part."),
     ] = False,
     closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            "--log",
+            "--track",  # torchrun takes --log for one of its own
+            help="Also write the figures for tensorboard, mlflow or wandb (offline); under torchrun: --track.",
+            metavar="NAME,…",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="New folder for the run.", metavar="DIR", show_default="runs/SOURCE")
     ] = None,
@@ -118,6 +127,7 @@ def train(
         "training.chunk": chunk,
         "optimizer.lr": lr,
         "training.seed": seed,
+        "training.log": options.names(log),
         "training.device": None if device is None else device.value,
         "training.strategy": None if strategy is None else strategy.value,
     }
@@ -146,7 +156,7 @@ def train(
 
 def _print_outcome(outcome: Any, quiet: bool, json: bool) -> None:
     if json:
-        echo(json_module.dumps(outcome.results, indent=2, ensure_ascii=False), lines=True)
+        print_json(outcome.results)
     elif quiet:
         echo(str(outcome.folder))
     elif outcome.recipe.unlabelled.only:

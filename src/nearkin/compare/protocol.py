@@ -48,6 +48,7 @@ _FIXED_KEYS = {
     "training.deterministic": "the table must be reproducible",
     "training.log_steps": "a comparison logs its validations only",
     "training.tensorboard": "a comparison writes no run folders",
+    "training.log": "a comparison writes no run folders",
     "training.save_minutes": "a training is saved when it ends",
     "schedule.frozen_epochs": "a comparison counts steps, not epochs",
     "data.val": "--folds divides the training classes",

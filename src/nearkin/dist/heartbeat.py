@@ -17,6 +17,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from nearkin.core.processes import started_at
+
 __all__ = ["RANK_LOST", "Failure", "Heartbeat", "seconds_of_patience"]
 
 RANK_LOST = 4  # exit code: another rank is lost
@@ -77,7 +79,7 @@ class Heartbeat:
 
     def start(self, seconds: float | None = None) -> None:
         """Waits until all watched ranks have started theirs, at most so many seconds or as long as the store waits."""
-        self._store.set(f"address/{self.rank}", json.dumps(_Address(_machine(), os.getpid(), _started(os.getpid()))))
+        self._store.set(f"address/{self.rank}", json.dumps(_Address(_machine(), os.getpid(), started_at(os.getpid()))))
         self._beat()
         keys = [f"{key}/{rank}" for rank in self._watched for key in ("address", "beat")]
         self._store.wait(keys) if seconds is None else self._store.wait(keys, timedelta(seconds=seconds))
@@ -227,31 +229,14 @@ def _exit(failure: Failure | None) -> None:
 
 def _lives(address: _Address) -> bool:
     """Whether its process exists; of one on another machine only its silence tells."""
-    return address.machine != _machine() or _started(address.process) == address.started
+    return address.machine != _machine() or started_at(address.process) == address.started
 
 
 def _kill(address: _Address) -> None:
     """Ends a rank of this machine that would hang on; it is the same process that joined."""
-    if address.machine == _machine() and address.started and _started(address.process) == address.started:
+    if address.machine == _machine() and address.started and started_at(address.process) == address.started:
         with suppress(OSError):
             os.kill(address.process, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
-
-
-def _started(process: int) -> int:
-    """When a process started, in ticks of the machine; 0 for one that is gone or a zombie."""
-    try:
-        with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        if os.path.isdir("/proc/self"):
-            return 0
-        if sys.platform == "win32":  # where os.kill(process, 0) is Ctrl-C: only silence tells, and no process is ended
-            return 0
-        with suppress(OSError):  # a system without /proc
-            os.kill(process, 0)
-            return 1
-        return 0
-    return 0 if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _machine() -> str:

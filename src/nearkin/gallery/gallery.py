@@ -20,6 +20,7 @@ from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
 from nearkin.gallery.schema import (
     UNLABELLED,
     Facts,
+    Filter,
     KnownRows,
     Row,
     check_label,
@@ -30,6 +31,7 @@ from nearkin.gallery.schema import (
     unpack,
 )
 from nearkin.gallery.stores import Report, Store
+from nearkin.gallery.stores.matrix import similarities
 from nearkin.models.frozen import is_encoder_name
 
 __all__ = ["Enrolled", "Gallery"]
@@ -222,6 +224,7 @@ class Gallery:
         checks.integer("k", k, 0)
         parsed, seen = parse_filter(filter), self._one(item)
         neighbours = self._store.nearest(seen.vector, max(NEAREST, k), parsed)
+        neighbours = _with_itself(self._store, neighbours, seen, parsed)
         hits = [_hit(row, near) for row, near in neighbours]
         nearest = [hit for hit in hits[:NEAREST] if hit.label != UNLABELLED]
         if hits and not nearest:
@@ -441,6 +444,20 @@ class Gallery:
             raise ValueError(
                 f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
             )
+
+
+def _with_itself(
+    store: Store, neighbours: list[tuple[Row, float]], seen: Seen, filter: Filter | None
+) -> list[tuple[Row, float]]:
+    """With the row of this very item, where an index has not found it: an enrolled item is always known."""
+    known = store.look_up([seen.content])
+    if seen.content not in known or any(row.content == seen.content for row, _ in neighbours):
+        return neighbours
+    row = store.rows([known[seen.content][0]]).get(known[seen.content][0])
+    if row is None or (filter is not None and not filter.passes(row)):
+        return neighbours
+    cosine = float(similarities(unpack([row.vector], len(seen.vector)), seen.vector)[0])
+    return sorted([*neighbours, (row, cosine)], key=lambda one: (-one[1], one[0].id))
 
 
 def _hit(row: Row, similarity: float) -> Hit:

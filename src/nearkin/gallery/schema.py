@@ -236,6 +236,14 @@ class Filter(NamedTuple):
     labels: tuple[str, ...] | None
     keys: dict[str, tuple[str, ...]]
 
+    def passes(self, row: Row) -> bool:
+        if self.labels is not None and row.label not in self.labels:
+            return False
+        metadata = json.loads(row.metadata) if self.keys else {}
+        values = {key: metadata[key] for key in self.keys if key in metadata}
+        scalars = {key: scalar_json(value) for key, value in values.items() if not isinstance(value, list | dict)}
+        return all(scalars.get(key) in allowed for key, allowed in self.keys.items())
+
 
 def parse_filter(filter: object) -> Filter | None:
     """{"label": one or a list, "colour": one or a list}: every key must match, of a list any value."""

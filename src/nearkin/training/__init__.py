@@ -6,6 +6,7 @@ from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.recipe import read as read_recipe
 from nearkin.training.inference import Embedded, embed_source, export_onnx, vectors_of
 from nearkin.training.run import Outcome, resume, train
+from nearkin.training.tracking import Tracker
 
 __all__ = [
     "ClassWeightOptimizer",
@@ -14,6 +15,7 @@ __all__ = [
     "Outcome",
     "Recipe",
     "Stopped",
+    "Tracker",
     "embed_source",
     "export_onnx",
     "read_recipe",

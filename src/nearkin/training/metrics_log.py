@@ -1,7 +1,6 @@
-"""metrics.jsonl: one line of JSON every few steps and every epoch, also as TensorBoard events on request."""
+"""metrics.jsonl: one line of JSON every few steps and every epoch."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ class MetricsLog:
     writes: whether this process writes; of several ranks only the first does.
     """
 
-    def __init__(self, path: Path, tensorboard: bool = False, writes: bool = True) -> None:
-        self.path, self.tensorboard, self.writes = path, tensorboard, writes
-        self._board: Any = None
-        if tensorboard and find_spec("tensorboard") is None:
-            raise ValueError("training.tensorboard needs tensorboard: pip install 'nearkin[track]'")
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
+        self.cut_lines: set[tuple[str, int]] = set()  # event and step of those that come again
 
     def write(self, line: dict[str, Any]) -> None:
         if not self.writes:
@@ -28,15 +25,6 @@ class MetricsLog:
         way_out = f"make room, then nearkin train --resume {self.path.parent}"
         with files.explained(f"{self.path}: a line", way_out), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-        if not self.tensorboard:
-            return
-        if self._board is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=line["step"])
-        for name, value in _numbers(line):
-            self._board.add_scalar(f"{line['event']}/{name}", value, line["step"])
-        self._board.flush()
 
     def read(self) -> list[dict[str, Any]]:
         """The intact lines."""
@@ -53,6 +41,7 @@ class MetricsLog:
         remaining = [
             line for line in lines if line["step"] <= step and (line["event"] != "epoch" or line["epoch"] <= epochs)
         ]
+        self.cut_lines = {(line["event"], line["step"]) for line in lines if line not in remaining}
         files.write_text(self.path, "".join(json.dumps(line) + "\n" for line in remaining))
         return f"{self.path.name}: {corrupt} corrupt line{'s' * (corrupt > 1)} left out" if corrupt else None
 
@@ -77,13 +66,3 @@ def _line(text: str) -> dict[str, Any] | None:
     rates = line.get("lr") if line["event"] == "step" else {"": 0.0}
     sound = isinstance(rates, dict) and rates and all(isinstance(rate, int | float) for rate in rates.values())
     return line if counts and sound else None
-
-
-def _numbers(line: dict[str, Any], before: str = "") -> list[tuple[str, float]]:
-    numbers: list[tuple[str, float]] = []
-    for name, value in line.items():
-        if isinstance(value, dict):
-            numbers += _numbers(value, f"{before}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "epoch"):
-            numbers.append((before + name, float(value)))
-    return numbers

@@ -17,13 +17,12 @@ from nearkin.data import augment, image_cache
 from nearkin.data.groups import group_ids
 from nearkin.data.item_set import Items, Pairs
 from nearkin.data.splits import Parts
-from nearkin.training import exclusions, level_loss
+from nearkin.training import exclusions, level_loss, tracking
 from nearkin.training.build import adapted, build_loss, build_sampler, new_encoder
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import augmentation_of, check_keys
 from nearkin.training.config.unlabelled import check_unlabelled, settle_unlabelled
-from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.optimizers import parameter_groups
 from nearkin.training.own_objects import NONE, DatasetRows, Own, items_of
 from nearkin.training.unlabelled_items import UnlabelledItems, gather_items, load_folder, note
@@ -227,7 +226,7 @@ def check_recipe(recipe: Recipe) -> None:
     """Refuses what is wrong whatever the data are: names, keys, types, the device, missing packages."""
     check_keys(recipe)
     _ = recipe.device
-    MetricsLog(Path(), recipe.training.tensorboard)
+    tracking.check_installed(recipe)
 
 
 def _check_build(recipe: Recipe, items: Items, parts: Parts, own: Own) -> None:

@@ -30,6 +30,7 @@ from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.prepare import Prepared, prepare
 from nearkin.training.rerank_test import validation_rows
 from nearkin.training.run_notes import chunk_note, pairs_note, rank_notes
+from nearkin.training.tracking import Tracker, tracked
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import HeldOut
 
@@ -85,7 +86,7 @@ def train(
     reports = report if report is not None else not isinstance(source, Recipe)
     with (
         join() if group is None else nullcontext(group) as group,
-        _with_progress(progress and group.first, callback) as callback,
+        _with_progress(progress and group.first, _of_rank(callback, group)) as callback,
     ):
         if reports and group.first:
             _rehearse_report()
@@ -233,6 +234,11 @@ def _start(trainer: Trainer, prepared: Prepared, callback: Callback) -> None:
 
 
 def _finish(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome:
+    with tracked(trainer, callback) as callback:
+        return _fit_and_test(trainer, prepared, callback)
+
+
+def _fit_and_test(trainer: Trainer, prepared: Prepared, callback: Callback) -> Outcome:
     """Trains to the end; then loads the best weights, of a pretrained encoder interpolates them, tests and saves."""
     started = time.monotonic()
     fit(trainer, callback)
@@ -350,6 +356,11 @@ def _with_report(outcome: Outcome, callback: Callback, group: ProcessGroup) -> O
 
     callback({"event": "reporting"})
     return replace(outcome, report=Path(group.on_rank0("report", lambda: str(report.of_run(outcome)))))
+
+
+def _of_rank(callback: Callback | None, group: ProcessGroup) -> Callback | None:
+    """The caller's callback; a tracker writes in the first rank only."""
+    return None if isinstance(callback, Tracker) and not group.first else callback
 
 
 @contextmanager

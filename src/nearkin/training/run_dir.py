@@ -33,7 +33,7 @@ __all__ += ["same_launch", "start_of", "write"]
 
 LOCK, CHECKPOINTS, PRETRAINING = ".lock", "checkpoints", "pretraining"
 _FILES = ["recipe.toml", "data.json", "untrained.safetensors", "metrics.jsonl", "model.safetensors", "encoder.json"]
-_FILES += ["results.json", "report.html", "near_duplicates.csv", "pretraining.jsonl"]
+_FILES += ["results.json", "report.html", "near_duplicates.csv", "pretraining.jsonl", "tracking.json"]
 _HALF_WRITTEN = re.compile(files.TEMPORARY % "|".join(map(re.escape, _FILES)))
 
 
@@ -88,7 +88,7 @@ def _used(folder: Path) -> bool:
 
 def _refuse_links(folder: Path) -> None:
     """The folder itself may be a link: then all of the run is elsewhere."""
-    paths = [folder / name for name in (LOCK, CHECKPOINTS, PRETRAINING, "tensorboard", *_FILES)]
+    paths = [folder / name for name in (LOCK, CHECKPOINTS, PRETRAINING, "tensorboard", "mlflow.db", "wandb", *_FILES)]
     for checkpoints in (folder / CHECKPOINTS, folder / PRETRAINING):
         if checkpoints.is_dir() and not files.is_link(checkpoints):
             paths += [path for path in checkpoints.iterdir() if is_checkpoint_file(path.name)]
@@ -149,7 +149,7 @@ def same_launch(folder: Path) -> bool:
 def recipe_of(folder: Path) -> Recipe:
     """The recipe of a run. A relative path that does not exist is looked up where the run was started."""
     if not (folder / "recipe.toml").is_file():
-        raise ValueError(f"{folder}: not a run: there is no recipe.toml in it")
+        raise ValueError(f"{folder}: not a run: there is no recipe.toml in it; nearkin runs lists the runs")
     recipe = recipes.read(folder / "recipe.toml")
     start = start_of(folder).get("began_in")
     for section, key in (("data", "source"), ("data", "root"), ("unlabelled", "folder")):

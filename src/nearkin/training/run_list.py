@@ -1,13 +1,13 @@
 """The runs in a folder with their figures, from the files that each has written."""
 
 import json
-import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from nearkin.core import files, toml
+from nearkin.core.processes import started_at
 from nearkin.training.metrics_log import MetricsLog
 from nearkin.training.run_dir import CHECKPOINTS, LOCK
 
@@ -80,12 +80,7 @@ def _is_running(folder: Path) -> bool:
     """Whether the process that claimed the folder lives, as far as this machine can tell."""
     try:
         holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
-        if holder["host"] != socket.gethostname():
-            return False
-        if sys.platform != "win32":  # where signal 0 is Ctrl-C
-            os.kill(holder["pid"], 0)
-    except PermissionError:
-        return True  # it lives, and is another user's
+        here = holder["host"] == socket.gethostname()
+        return here and (sys.platform == "win32" or started_at(int(holder["pid"])) > 0)  # there only the lock tells
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return True

@@ -380,7 +380,7 @@ def assemble(
         held_out=prepared.held_out("val"),
         graded=graded,
         monitor=Monitor(classes, encoder.dim, options.on_collapse),
-        metrics_log=MetricsLog(folder / "metrics.jsonl", options.tensorboard, group.first),
+        metrics_log=MetricsLog(folder / "metrics.jsonl", group.first),
         epochs=options.epochs,
         state=State(notes=[str(warning.message) for warning in caught]),
         group=group,

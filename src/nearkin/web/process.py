@@ -15,9 +15,9 @@ from nearkin.web import connections
 from nearkin.web.access import Access
 from nearkin.web.app import Version, build_version, guard
 from nearkin.web.enrolment import AWAITED, Progressing
-from nearkin.web.link import Link
 from nearkin.web.metrics import Metrics
 from nearkin.web.middleware import GuardMiddleware, Limits
+from nearkin.web.process_link import Link
 from nearkin.web.reload import Reloader
 from nearkin.web.writer import RemoteWriter
 

@@ -23,8 +23,8 @@ from nearkin.core.errors import QueueFull, ReloadRefused, StoreUnavailable
 from nearkin.gallery import Gallery
 from nearkin.web import connections, metrics, writer
 from nearkin.web.enrolment import Enrolment
-from nearkin.web.link import Link
 from nearkin.web.process import REST, Settings, close_gallery
+from nearkin.web.process_link import Link
 from nearkin.web.reload import log_reload, refusal
 
 __all__ = ["MAX_WORKERS", "Supervisor", "check_workers"]

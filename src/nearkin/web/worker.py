@@ -15,9 +15,9 @@ import torch
 
 from nearkin.core.errors import StoreUnavailable
 from nearkin.web.enrolment import RemoteEnrolment
-from nearkin.web.link import Link
 from nearkin.web.metrics import Metrics
 from nearkin.web.process import Process, Settings, close_gallery
+from nearkin.web.process_link import Link
 from nearkin.web.request_log import capture_server_logs, request_logger
 
 __all__ = ["main"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from nearkin.gallery import Gallery, GroupEditor
 from nearkin.gallery.items import Seen
-from nearkin.web.link import Link
+from nearkin.web.process_link import Link
 
 __all__ = ["LocalWriter", "RemoteWriter", "Writer", "answer"]
 

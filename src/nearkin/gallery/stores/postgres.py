@@ -1,16 +1,14 @@
 """The gallery in PostgreSQL with pgvector: the same rows, the same answers; the server searches.
 
 The tables are in a separate schema, nearkin_NAME, so that a database may have several galleries. Each writing call is
-one transaction under an advisory lock: one writer at a time. Up to 100,000 rows every search is exact; beyond, once
-`reindex` has built it, pgvector's HNSW proposes. The server's float32 proposes, float64 decides; every returned row is
-verified by its checksum.
+one transaction under an advisory lock: one writer at a time. Up to 10,000 rows every search is exact; beyond, once
+`warm` or `reindex` has built it, pgvector's HNSW proposes, unless the address says search=exact. The server proposes,
+float64 decides; every returned row is verified by its checksum.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-
-import numpy as np
 
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Row
@@ -19,32 +17,21 @@ from nearkin.gallery.stores import (
     Decide,
     Loader,
     Report,
-    hnsw,
     merge_sources,
     plan_insert,
     postgres_bulk,
+    postgres_check,
+    postgres_index,
     warn_damaged,
-    warn_lost,
 )
-from nearkin.gallery.stores.matrix import similarities
 from nearkin.gallery.stores.postgres_connection import Connections, bigint_bytes, vector_bytes
+from nearkin.gallery.stores.postgres_search import COLUMNS, Search, read_rows
 
 __all__ = ["PostgresStore"]
 
 BATCH = 4096  # rows read at a time
-SPARE = 16  # rows proposed beyond k
 MAX_DIM = 16_000  # of pgvector's type
-MAX_INDEXED_DIM = 2_000  # of its HNSW
-DEPTHS = (64, 128, 256, 512, 1000)  # hnsw.ef_search; pgvector takes no more
 OLDEST = (0, 8)  # of pgvector: it continues a search where a filter lets few rows pass
-COLUMNS = "id, content, label, name, metadata, vector_send(vector), sum"
-# The checksums of `schema.checksum` and `schema.thumbnail_checksum`, computed by the server.
-THUMBNAIL_CHECKSUM = "substring(sha256(int8send(id) || bytes) from 1 for 8)"
-CHECKSUM = (
-    "substring(sha256(int8send(id) || int4send(octet_length(label)) || int4send(octet_length(name)) ||"
-    " int4send(octet_length(metadata)) || convert_to(label, 'UTF8') || convert_to(name, 'UTF8') ||"
-    " convert_to(metadata, 'UTF8') || content || vector_send(vector)) from 1 for 8)"
-)
 
 
 class PostgresStore:
@@ -58,8 +45,9 @@ class PostgresStore:
         self.table = f"{self.schema}.items"
         self.damaged: dict[int, str] = {}
         self.lost = 0
-        self.index_state = ""
-        self._checked_ids, self._state = 0, (-1, -1, -1)  # ids below are checked, in this state of the facts
+        self.search = Search(self.schema, self.connections.exact)
+        self._read = postgres_check.Verified()
+        self._facts_read: tuple[Any, Facts | None] = None, None  # as stored, and parsed
         self._label_sizes: tuple[str, dict[int, int]] = "", {}  # by state
 
     # --- opening
@@ -175,16 +163,18 @@ class PostgresStore:
     # --- reading
 
     def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
-        where, values = _where_clause(filter)
+        def excluded(damaged: dict[int, str]) -> list[int]:
+            self.exclude(damaged)
+            return list(self.damaged)
+
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
-            self._choose_search(cursor, facts, k, where, values)
-            return self._nearest(cursor, query, k, where, values)
+            return self.search.nearest(cursor, facts, query, k, filter, excluded)
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
         with self.connections.reading() as cursor:
             rows, damaged = self._fetch(cursor, ids)
-            self._exclude(damaged)
+            self.exclude(damaged)
             return rows
 
     def thumbnail(self, id: int) -> bytes:
@@ -219,111 +209,34 @@ class PostgresStore:
         last, query = 0, f"SELECT {COLUMNS} FROM {self.table} WHERE id > %s ORDER BY id LIMIT {BATCH}"
         while True:
             with self.connections.reading() as cursor:
-                rows, damaged = _read_rows(cursor.execute(query, (last,)))
-                self._exclude(damaged)
+                rows, damaged = read_rows(cursor.execute(query, (last,)))
+                self.exclude(damaged)
             yield from rows
             if len(rows) + len(damaged) < BATCH:
                 return
             last = max([row.id for row in rows] + list(damaged))
 
-    # --- searching
-
-    def _choose_search(self, cursor: Any, facts: Facts, k: int, where: str, values: list[Any]) -> None:
-        """Exact, or by the index: not where a filter leaves so few rows that comparing each of them is fast enough.
-
-        With a filter the index is searched twice as deep, and on until enough rows pass.
-        """
-        by_index = "hnsw" in facts.beyond
-        if by_index and where:
-            passing = f"SELECT 1 FROM {self.table} WHERE {where} LIMIT {hnsw.EXACT + 1}"
-            query = f"SELECT count(*) FROM ({passing}) AS passing"
-            by_index = cursor.execute(query, values).fetchone()[0] > hnsw.EXACT
-        depth = max(int(facts.beyond["hnsw"]["depth"]) * (1 + bool(where)), k + SPARE) if by_index else None
-        _use_index(cursor, depth)
-
-    def _nearest(self, cursor: Any, query: Floats, k: int, where: str, values: list[Any]) -> list[tuple[Row, float]]:
-        """The k nearest. More and more rows are proposed until the last one is too far to be among them."""
-        count, slack = k + SPARE, 8 * len(query) * float(np.finfo(np.float32).eps)
-        text = "[" + ",".join(f"{number:.9g}" for number in query.tolist()) + "]"
-        while True:
-            damaged = list(self.damaged)
-            conditions = " AND ".join([*([where] if where else []), *(["id <> ALL(%s)"] if damaged else [])])
-            inner = (
-                f"SELECT id FROM {self.table} {'WHERE ' + conditions if conditions else ''}"
-                " ORDER BY vector <#> %s::vector, id LIMIT %s"
-            )
-            # The bytes of a vector are only selected for near rows: PostgreSQL would make them of all.
-            parameters = [*values, *([damaged] if damaged else []), text, count]
-            ids = [i for (i,) in cursor.execute(inner, parameters).fetchall()]
-            rows, newly_damaged = self._fetch(cursor, ids)
-            if newly_damaged:
-                self._exclude(newly_damaged)
-                continue
-            near = list(rows.values())
-            score = similarities(schema.unpack([row.vector for row in near], len(query)), query)
-            order = np.lexsort((np.array([row.id for row in near], np.int64), -score))[:k]
-            if len(near) < count or score[order[-1]] - score.min() > slack:
-                return [(near[i], float(score[i])) for i in order]
-            count *= 2
-
     # --- damage
 
     def _check_new_rows(self, cursor: Any) -> Facts:
-        """The server verifies the checksum of every row before it is first searched, and the number of rows."""
-        facts = self.read_facts(cursor)
-        if facts is None:
-            raise ValueError(f"{self.where}: no such gallery")
-        state = (facts.next_id, facts.rows, facts.changes)
-        if state == self._state:
-            return facts
-        query = f"SELECT id FROM {self.table} WHERE id >= %s AND sum <> {CHECKSUM}"
-        self._exclude({i: "not as it was written" for (i,) in cursor.execute(query, (self._checked_ids,)).fetchall()})
-        query = f"SELECT id FROM {self.table} WHERE id = ANY(%s)"
-        present = {i for (i,) in cursor.execute(query, (list(self.damaged),))}
-        self.damaged = {i: why for i, why in self.damaged.items() if i in present}
-        count = cursor.execute(f"SELECT count(*) FROM {self.table}").fetchone()[0]
-        if facts.rows - count != self.lost:
-            self.lost = facts.rows - count
-            if self.lost:
-                warn_lost(self.where, self.lost)
-        self._checked_ids, self._state = facts.next_id, state
+        facts = self.existing_facts(cursor)
+        postgres_check.verify_new_rows(self, cursor, facts, self._read)
         return facts
 
-    def _exclude(self, damaged: dict[int, str]) -> None:
+    def exclude(self, damaged: dict[int, str]) -> None:
         new = {i: why for i, why in damaged.items() if i not in self.damaged}
         self.damaged |= new
         if new:
             warn_damaged(self.where, list(new))
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> Report:
-        with self.connections.reading() as cursor:
-            facts = self.read_facts(cursor)
-            if facts is None:
-                raise ValueError(f"{self.where}: no such gallery")
-            count = cursor.execute(f"SELECT count(*) FROM {self.table}").fetchone()[0]
-            wrong = cursor.execute(f"SELECT id FROM {self.table} WHERE sum <> {CHECKSUM} ORDER BY id").fetchall()
-            bad = {i: "not as it was written" for (i,) in wrong}
-            query = f"SELECT count(*) FROM {self.schema}.thumbnails WHERE sum <> {THUMBNAIL_CHECKSUM}"
-            thumbnails = cursor.execute(query).fetchone()[0]
-            notes = [f"{thumbnails} thumbnails are damaged"] if thumbnails else []
-            copies = cursor.execute(f"SELECT DISTINCT said FROM {self.schema}.facts").fetchall()
-            notes += ["one copy of the gallery's description is damaged"] if len(copies) != 1 else []
-        if "hnsw" in facts.beyond and self._recall(int(facts.beyond["hnsw"]["depth"])) < hnsw.TARGET_RECALL - 0.01:
-            notes.append("the index finds less than it should; nearkin gallery reindex makes it again")
-        return Report(facts.rows, count - len(bad), bad, facts.rows - count, notes)
+        return postgres_check.check(self)
 
     def repair(self) -> tuple[int, Any]:
         """Moves damaged rows to another table, and counts the others again."""
-        with self.transaction() as (cursor, facts):
-            cursor.execute(f"CREATE TABLE IF NOT EXISTS {self.schema}.damaged (LIKE {self.table})")
-            wrong = f"FROM {self.table} WHERE sum <> {CHECKSUM}"
-            cursor.execute(f"INSERT INTO {self.schema}.damaged SELECT * {wrong}")
-            cursor.execute(f"DELETE {wrong}")
-            cursor.execute(f"DELETE FROM {self.schema}.thumbnails WHERE sum <> {THUMBNAIL_CHECKSUM}")
-            count = cursor.execute(f"SELECT count(*) FROM {self.table}").fetchone()[0]
-            self.write_facts(cursor, facts.replace(rows=count, changes=facts.changes + 1))
-        self.damaged, self.lost, self._state = {}, 0, (-1, -1, -1)
-        return int(count), f"{self.schema}.damaged"
+        count, table = postgres_check.repair(self)
+        self.damaged, self.lost, self._read = {}, 0, postgres_check.Verified()
+        return count, table
 
     def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
         postgres_bulk.migrate(self, number, changed)
@@ -334,9 +247,7 @@ class PostgresStore:
     @contextmanager
     def snapshot(self) -> Iterator[postgres_bulk.PostgresSnapshot]:
         with self.connections.reading() as cursor:
-            facts = self.read_facts(cursor)
-            if facts is None:
-                raise ValueError(f"{self.where}: no such gallery")
+            facts = self.existing_facts(cursor)
             yield postgres_bulk.PostgresSnapshot(cursor, self.schema, facts)
 
     def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
@@ -344,74 +255,47 @@ class PostgresStore:
 
     # --- the search index
 
+    @property
+    def index_state(self) -> str:
+        facts = self._facts_read[1]
+        if facts is None or self.search.exact:
+            return "exact, as its address says" if self.search.exact else ""
+        return postgres_index.state(facts)
+
     def warm(self, progress: Callable[[int, int], None] | None = None) -> None:
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
-            index = f"{self.schema}.items_near"
-            query = "SELECT coalesce((SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass(%s)), false)"
-            valid = cursor.execute(query, (index,)).fetchone()[0]
-        if facts.rows <= hnsw.EXACT:
-            self.index_state = f"exact, up to {hnsw.EXACT:,} rows"
-        elif facts.dim > MAX_INDEXED_DIM:
-            self.index_state = f"exact: pgvector's HNSW takes up to {MAX_INDEXED_DIM:,} dimensions"
-        elif not valid or "hnsw" not in facts.beyond:
-            self.reindex(progress)
-        else:
-            self.index_state = f"HNSW, recall@10 {facts.beyond['hnsw']['recall']:.3f} when it was built"
+            replica = cursor.execute("SELECT pg_is_in_recovery()").fetchone()[0]
+            current = replica or self.search.exact or postgres_index.is_current(cursor, self, facts)
+        if not current:
+            postgres_index.build(self, progress)
 
     def reindex(self, progress: Callable[[int, int], None] | None = None) -> None:
-        with self.transaction() as (cursor, facts):
-            cursor.execute(f"DROP INDEX IF EXISTS {self.schema}.items_near")
-            self.write_facts(cursor, facts.replace(beyond={}))
-            if facts.rows <= hnsw.EXACT or facts.dim > MAX_INDEXED_DIM:
-                self.index_state = "exact"
-                return
-            cursor.execute("SELECT set_config('maintenance_work_mem', '1GB', true)")
-            settings = f"WITH (m = 16, ef_construction = {hnsw.WIDTH})"
-            cursor.execute(f"CREATE INDEX items_near ON {self.table} USING hnsw (vector vector_ip_ops) {settings}")
-        for depth in DEPTHS:
-            recall = self._recall(depth)
-            if recall >= hnsw.TARGET_RECALL:
-                break
-        else:
-            self.index_state = f"exact: HNSW stays below a recall@10 of {hnsw.TARGET_RECALL} among these rows"
-            return
-        with self.transaction() as (cursor, facts):
-            self.write_facts(cursor, facts.replace(beyond={"hnsw": {"depth": depth, "recall": recall}}))
-        self.index_state = f"HNSW, recall@10 {recall:.3f} when it was built"
-
-    def _recall(self, depth: int) -> float:
-        """recall@10 of the index against exact search, on queries near some of the rows."""
-        with self.connections.reading() as cursor:
-            rows, _ = _read_rows(
-                cursor.execute(f"SELECT {COLUMNS} FROM {self.table} WHERE id %% 997 = 1 LIMIT 100", ())
-            )
-            if not rows:
-                return 1.0
-            vectors = schema.unpack([row.vector for row in rows], len(rows[0].vector) // 4)
-            noise = np.random.default_rng(0).normal(size=vectors.shape) / vectors.shape[1] ** 0.5
-            queries, ids = schema.unit(vectors + 0.3 * noise), []
-            for by_index in (None, depth):
-                _use_index(cursor, by_index)
-                hits = [self._nearest(cursor, query, 10, "", []) for query in queries]
-                ids.append([{row.id for row, _ in one} for one in hits])
-        return sum(len(exact & near) for exact, near in zip(*ids, strict=True)) / sum(map(len, ids[0]))
+        postgres_index.build(self, progress, anew=True)
 
     # --- PostgreSQL
 
     @contextmanager
     def transaction(self) -> Iterator[tuple[Any, Facts]]:
         with self.connections.writing(self.schema) as cursor:
-            facts = self.read_facts(cursor)
-            if facts is None:
-                raise ValueError(f"{self.where}: no such gallery")
-            yield cursor, facts
+            yield cursor, self.existing_facts(cursor)
 
-    def read_facts(self, cursor: Any) -> Facts | None:
-        if cursor.execute("SELECT to_regclass(%s)", (f"{self.schema}.facts",)).fetchone()[0] is None:
+    def existing_facts(self, cursor: Any) -> Facts:
+        facts = self.read_facts(cursor, exists=self._facts_read[1] is not None)
+        if facts is None:
+            raise ValueError(f"{self.where}: no such gallery")
+        return facts
+
+    def read_facts(self, cursor: Any, exists: bool = False) -> Facts | None:
+        """exists: it was there before, so that one statement is enough."""
+        regclass = "SELECT to_regclass(%s)"
+        if not exists and cursor.execute(regclass, (f"{self.schema}.facts",)).fetchone()[0] is None:
             return None
-        copies = cursor.execute(f"SELECT said, sum FROM {self.schema}.facts ORDER BY copy").fetchall()
-        return schema.read_facts(self.where, copies)
+        query = f"SELECT said, sum FROM {self.schema}.facts ORDER BY copy"
+        copies = cursor.execute(query, prepare=exists).fetchall()
+        if self._facts_read[1] is None or copies != self._facts_read[0]:
+            self._facts_read = copies, schema.read_facts(self.where, copies)
+        return self._facts_read[1]
 
     def write_facts(self, cursor: Any, facts: Facts, schema: str = "") -> None:
         insert = f"INSERT INTO {schema or self.schema}.facts VALUES (%s, %s, %s)"
@@ -425,45 +309,5 @@ class PostgresStore:
 
     def _fetch(self, cursor: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int, str]]:
         query = f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)"
-        rows, damaged = _read_rows(cursor.execute(query, (list(ids),)))
+        rows, damaged = read_rows(cursor.execute(query, (list(ids),)))
         return {row.id: row for row in rows}, damaged
-
-
-def _read_rows(cursor: Any) -> tuple[list[Row], dict[int, str]]:
-    """Rows that match their checksum, vectors without pgvector's head of 4 bytes, and what is wrong with the others."""
-    rows, damaged = [], {}
-    for id, content, label, name, metadata, vector, total in cursor.fetchall():
-        row = Row(id, content, label, name, metadata, vector[4:])
-        try:
-            difference = "" if schema.checksum(*row) == total else "not as it was written"
-        except Exception as error:  # a number beyond its range
-            difference = f"not as it was written ({type(error).__name__})"
-        if difference:
-            damaged[id] = difference
-        else:
-            rows.append(row)
-    return rows, damaged
-
-
-def _where_clause(filter: Filter | None) -> tuple[str, list[Any]]:
-    """A filter as SQL, and its values."""
-    parts: list[str] = []
-    values: list[Any] = []
-    if filter is not None and filter.labels is not None:
-        parts.append("label = ANY(%s)")
-        values.append(list(filter.labels))
-    for key, allowed in filter.keys.items() if filter is not None else ():
-        parts.append("metadata::jsonb -> %s = ANY(%s::jsonb[])")
-        values += [key, list(allowed)]
-    return " AND ".join(parts), values
-
-
-def _use_index(cursor: Any, depth: int | None) -> None:
-    """For the rest of the transaction; None: exact search, without an index on the vectors."""
-    cursor.execute("SELECT set_config('enable_indexscan', %s, true)", ("off" if depth is None else "on",))
-    if depth is not None:
-        cursor.execute("SELECT set_config('enable_seqscan', 'off', true)")
-        cursor.execute("SELECT set_config('hnsw.ef_search', %s, true)", (str(min(depth, DEPTHS[-1])),))
-        cursor.execute("SELECT set_config('hnsw.iterative_scan', 'strict_order', true)")
-    else:
-        cursor.execute("SELECT set_config('enable_seqscan', 'on', true)")

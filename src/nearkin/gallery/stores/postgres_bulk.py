@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nearkin.gallery.schema import Facts, StoredRow, note_checksum, thumbnail_checksum
-from nearkin.gallery.stores import IdArray, RowBatch, SumArray, sound_notes, stored_rows, sum_array
+from nearkin.gallery.stores import (
+    IdArray,
+    RowBatch,
+    SumArray,
+    postgres_index,
+    sound_notes,
+    stored_rows,
+    sum_array,
+)
 from nearkin.gallery.stores.postgres_connection import bigint_bytes, vector_bytes
 
 if TYPE_CHECKING:
@@ -154,6 +162,7 @@ def migrate(store: "PostgresStore", number: int, changed: Callable[[Facts], tupl
         cursor.execute(f"CREATE SCHEMA {kept}")
         for table in (*TABLES, *(("notes",) if _has_notes(cursor, store.schema) else ())):
             cursor.execute(f"CREATE TABLE {kept}.{table} (LIKE {store.schema}.{table} INCLUDING ALL)")
+            postgres_index.drop_all(cursor, kept)
             cursor.execute(f"INSERT INTO {kept}.{table} SELECT * FROM {store.schema}.{table}")
         for statement in statements:
             cursor.execute(statement.format(schema=store.schema))

@@ -14,16 +14,23 @@ from nearkin.core.errors import StoreUnreachable
 __all__ = ["Address", "Connections", "bigint_bytes", "parse_address", "shown", "vector_bytes"]
 
 SCHEMES = ("postgresql://", "postgres://")
+OWN_OPTIONS = ("gallery", "search")  # of an address, which the server does not get
+SEARCHES = ("index", "exact")
+ON_DEMAND = 10**9  # statements are prepared where the call asks for it
 HOST = r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?"  # and its port, a number: anything else may be part of a password
 
 
 class Address(NamedTuple):
-    """url: for PostgreSQL. name: of the gallery. shown: for messages and logs. secrets: what no message may contain."""
+    """url: for PostgreSQL. name: of the gallery. shown: for messages and logs. secrets: what no message may contain.
+
+    exact: every search compares all rows, whatever index there is.
+    """
 
     url: str
     name: str
     shown: str
     secrets: list[str]
+    exact: bool = False
 
 
 def parse_address(url: str) -> Address:
@@ -41,17 +48,21 @@ def parse_address(url: str) -> Address:
     name = next((unquote(value) for key, _, value in options if unquote(key) == "gallery"), "gallery")
     if not re.fullmatch(r"[a-z0-9_]{1,40}", name):
         raise ValueError(f'gallery must be 1 to 40 small letters, digits and _, got "{name}"')
+    search = next((unquote(value) for key, _, value in options if unquote(key) == "search"), "index")
+    if search not in SEARCHES:
+        raise ValueError(f'search must be {" or ".join(SEARCHES)}, got "{search}"')
     user_name, _, password = user.partition(":")
     secrets = [password, *(value for key, _, value in options if _is_secret(key))]
     secrets = [text for secret in secrets for text in {secret, unquote(secret)} if text]
     head = f"{scheme}://"
-    for_server = [part for part in options if unquote(part[0]) != "gallery"]
+    for_server = [part for part in options if unquote(part[0]) not in OWN_OPTIONS]
     for_messages = [part for part in options if not _is_secret(part[0])]
     return Address(
         head + (f"{user}@" if user else "") + _with_options(base, for_server),
         name,
         head + (f"{user_name}@" if user_name else "") + _with_options(base, for_messages),
         sorted(secrets, key=len, reverse=True),
+        search == "exact",
     )
 
 
@@ -82,6 +93,7 @@ class Connections:
         self.psycopg = _psycopg()
         self._address: Address = parse_address(url)
         self.name, self.where, self.timeout = self._address.name, self._address.shown, timeout
+        self.exact = self._address.exact
         self._read_lock, self._write_lock = threading.RLock(), threading.RLock()
         self._reader: Any = None
         self._writer: Any = None
@@ -106,17 +118,23 @@ class Connections:
         except (self.psycopg.Error, UnicodeError) as error:
             raise StoreUnreachable(f"{self.where}: cannot be reached ({self._reason(error)})") from None
         with self._watchdog(connection):
-            connection.execute(
-                "SET synchronous_commit = on"
-            )  # where a server has it off, acknowledged rows can be lost
-            connection.execute("SET jit = off")
-            connection.execute("SET client_min_messages = warning")
-            connection.execute(f"SET lock_timeout = {max(1, int(self.timeout * 1000))}")
+            self._prepare(connection, max(1, int(self.timeout * 1000)))
         if writing:
             self._writer = connection
         else:
+            connection.isolation_level = self.psycopg.IsolationLevel.REPEATABLE_READ
+            connection.read_only = True
             self._reader = connection
         return connection
+
+    @staticmethod
+    def _prepare(connection: Any, lock_timeout: int) -> None:
+        """Where a server has synchronous_commit off, acknowledged rows can be lost. Other processes take a while to
+        start, so only long searches get them."""
+        connection.execute(
+            "SET synchronous_commit = on; SET jit = off; SET client_min_messages = warning;"
+            f" SET parallel_setup_cost = 20000; SET lock_timeout = {lock_timeout}"
+        )
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
@@ -128,7 +146,6 @@ class Connections:
                     yield cursor
                 return
             with self._watchdog(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
-                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 yield cursor
 
     @contextmanager
@@ -139,6 +156,19 @@ class Connections:
             with self._watchdog(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
                 cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (key,))
                 yield cursor
+
+    @contextmanager
+    def building(self, key: str) -> Iterator[Any]:
+        """A connection of its own that waits for no lock's timeout; None where another one has the same `key`."""
+        with self.errors():
+            try:
+                connection = self._connect()
+            except self.psycopg.Error as error:
+                raise StoreUnreachable(f"{self.where}: cannot be reached ({self._reason(error)})") from None
+            with connection:
+                self._prepare(connection, 0)
+                lock = "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))"
+                yield connection if connection.execute(lock, (key,)).fetchone()[0] else None
 
     def maintain(self, statements: Sequence[str]) -> None:
         """Statements that PostgreSQL runs outside of transactions only."""
@@ -164,8 +194,7 @@ class Connections:
             copy.write(b"".join(parts))
 
     def _connect(self) -> Any:
-        # Never prepared: a plan that the server caches would outlive the choice between exact search and the index.
-        options: dict[str, Any] = {"autocommit": True, "client_encoding": "utf8", "prepare_threshold": None}
+        options: dict[str, Any] = {"autocommit": True, "client_encoding": "utf8", "prepare_threshold": ON_DEMAND}
         return self.psycopg.connect(self._address.url, connect_timeout=max(2, int(self.timeout)), **options)
 
     @contextmanager
@@ -211,6 +240,10 @@ class Connections:
         except errors.LockNotAvailable:
             waited = f"waited {self.timeout:g} s"
             raise TimeoutError(f"{self.where}: another process is writing to it; {waited}, try again later") from None
+        except (errors.UndefinedTable, errors.InvalidSchemaName) as error:
+            raise ValueError(f"{self.where}: no such gallery ({self._reason(error)})") from None
+        except errors.ReadOnlySqlTransaction:
+            raise ValueError(f"{self.where}: is a read replica, which cannot be written; use the primary") from None
         except (errors.FeatureNotSupported, errors.UndefinedFile) as error:
             raise ValueError(f"{self.where}: the server has no pgvector ({self._reason(error)})") from None
         except self.psycopg.Error as error:

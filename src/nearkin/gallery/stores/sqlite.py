@@ -367,7 +367,8 @@ class SqliteStore:
             raise ValueError(f"{self.where}: cannot be used ({error})") from None
         except sqlite3.DatabaseError as error:
             if "not a database" in str(error):
-                raise ValueError(f"{self.where}: not a gallery, or its first bytes are damaged") from None
+                how = "nearkin gallery restore makes it from a backup"
+                raise ValueError(f"{self.where}: not a gallery, or its first bytes are damaged; {how}") from None
             way_out = f"nearkin gallery check {self.where} --repair saves the rows that are intact"
             raise ValueError(f"{self.where}: the file is damaged ({error}); {way_out}") from None
 

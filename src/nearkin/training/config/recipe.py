@@ -33,7 +33,7 @@ NAMED = ("encoder", "loss", "sampler", "augment")  # sections whose keys depend 
 _FREE = {
     "data": ("source", "root"),
     "unlabelled": ("folder",),
-    "training": ("device", "workers", "strategy", "graphs"),
+    "training": ("device", "workers", "strategy", "graphs", "log"),
     "loss": ("shard",),
 }
 
@@ -168,7 +168,8 @@ class Training(_Section):
     save_minutes: float = Field(default=10.0, gt=0)
     log_steps: int = Field(default=20, ge=1)
     on_collapse: Literal["stop", "warn"] = "stop"
-    tensorboard: bool = False
+    log: list[Literal["tensorboard", "mlflow", "wandb"]] = []  # where the figures go besides metrics.jsonl
+    tensorboard: bool = False  # as log = ["tensorboard"]
 
 
 class Evaluation(_Section):

@@ -125,7 +125,7 @@ def stage_recipe(recipe: Recipe) -> Recipe:
     """The settled recipe as the trainer of the pretraining reads it."""
     options = recipe.unlabelled
     length: dict[str, Any] = {"epochs": options.epochs, "batches": options.batches, "patience": None}
-    recipe = recipe.with_("training", **length, ema=0.0, tensorboard=False)
+    recipe = recipe.with_("training", **length, ema=0.0, tensorboard=False, log=[])
     recipe = recipe.model_copy(
         update={"loss": {"name": options.method}, "sampler": {"batch": 2 * (options.batch or 0)}}
     )

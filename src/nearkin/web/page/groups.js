@@ -7,21 +7,26 @@ import { tab } from "./tabs.js";
 import { t } from "./texts.js";
 
 const PAGE = 24, FACES = 8;
-let state = null, changed = true, shown = PAGE;
+let state = null, changed = true, shown = PAGE, reading = 0;
 const merging = new Set();
 on("written", () => { changed = true; });
 on("changed", () => { if (tab() === "groups") load(); });
 on("tab", (name) => { if (name === "groups" && changed) load(); });
 
-const load = guarded(async () => {
+/* Of several readings only the last one is shown: an earlier answer may arrive after it. */
+const read = async () => {
+  const mine = ++reading;
   changed = false;
-  show(await get(`groups?most=${shown}`));
-});
+  const next = await get(`groups?most=${shown}`);
+  if (mine === reading) show(next);
+};
+const load = guarded(read);
 
 /* A step is decided on the version that is shown; the answer is the state after it. */
 const step = async (path, body, text) => {
   busy(true);
   try {
+    while (state === null) await read();  // pressed before the first answer
     await post(`groups/${path}`, { version: state.version, ...body });
   } catch (error) {
     if (!error.transient) await load();  // someone else may have been first: their groups are shown
@@ -104,7 +109,7 @@ $("groups-propose").addEventListener("submit", (e) => {
   e.preventDefault();
   guarded(async () => {
     $("groups-note").textContent = t("groups.working");
-    try { await step("propose", { scope: $("groups-scope").value }); } catch (error) { show(state); throw error; }
+    try { await step("propose", { scope: $("groups-scope").value }); } catch (error) { if (state) show(state); else $("groups-note").textContent = ""; throw error; }
     say(t("groups.count", { n: state.total }));
   })();
 });

@@ -11,7 +11,7 @@ import pytest
 from nearkin.core.errors import LabelConflict, MissingRow, StoreUnavailable
 from nearkin.gallery.items import Seen
 from nearkin.web import writer
-from nearkin.web.link import Link
+from nearkin.web.process_link import Link
 from nearkin.web.request_log import json_handler
 
 RAISED = (

@@ -1,0 +1,240 @@
+"""A gallery in PostgreSQL beside FAISS and plain pgvector, in one run: python benchmarks/gallery_postgres.py
+
+Rows and queries are those of clustered.py; recall@10 is against float64 over every row that the filter allows. nearkin:
+`Gallery.search`: facts, search, rows with metadata, checksums. Plain pgvector is what its manual shows: an HNSW index
+with its defaults, metadata as jsonb, the k nearest in one statement of a connection that stays open. FAISS has the
+vectors alone, in this process: HNSW, beyond 100,000 rows IVF, with the smallest setting that reaches a recall of 0.99.
+
+    --rows N --kind clustered|uniform   of the gallery
+    --url URL                           a server that runs already; a gallery that has the rows is measured as it is
+    --no-peers                          nearkin alone
+    --partitions                        instead: plain tables in 1, 2 and 4 partitions by the hash of the label
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import clustered
+import measure
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import postgres_server
+from nearkin.gallery import Gallery
+from nearkin.gallery.stores import hnsw
+from nearkin.gallery.stores.postgres_search import query_text
+
+DIM, K, GOAL = 128, 10, 0.99
+HEADER = ["who", "rows", "kind", "filter", "passing", "setting", "p50_ms", "p99_ms", "recall@10", "times_faiss"]
+STEPS = {
+    "none": (1, 0),
+    "50 %": (2, 1),
+    "10 %": (10, 3),
+    "1 %": (100, 7),
+    "0.1 %": (1000, 7),
+}  # row % step == remainder
+KEYS = {"50 %": "two", "10 %": "ten", "1 %": "hundred", "0.1 %": "thousand"}
+
+
+def metadata(row: int) -> dict[str, int]:
+    return {key: row % STEPS[name][0] for name, key in KEYS.items()}
+
+
+def timed(search: Callable[[Any], list[int]], queries: Any, judged: Any) -> tuple[float, float, float]:
+    """p50 and p99 in ms, and recall@10; search returns positions of rows."""
+    for query in queries[:20]:
+        search(query)
+    times, hits = [], 0
+    for query, exact in zip(queries, judged, strict=True):
+        begun = time.perf_counter()
+        found = search(query)
+        times.append((time.perf_counter() - begun) * 1e3)
+        hits += len(set(found[:K]) & set(exact.tolist()))
+    return *np.percentile(times, [50, 99]).tolist(), hits / judged.size
+
+
+def enrolled(gallery: Gallery, count: int, kind: str) -> None:
+    """Prints the rate, and the time of the index."""
+    if gallery.stats()["rows"] != count:
+        begun, done = time.perf_counter(), 0
+        for first, block in clustered.blocks(count, DIM, kind):
+            places = range(first, first + len(block))
+            labels = [f"class {clustered.class_of(row)}" for row in places]
+            gallery.enrol(block, labels, [metadata(row) for row in places])
+            done += len(block)
+        print(f"enrolled {done / (time.perf_counter() - begun):.0f} rows per second", flush=True)
+    begun = time.perf_counter()
+    gallery.warm(lambda at, of: print(f"index: {at:,} of {of:,}", end="\r", flush=True))
+    print(f"warm after {time.perf_counter() - begun:.1f} s: {gallery.stats()['index']}", flush=True)
+
+
+def of_nearkin(gallery: Gallery, name: str) -> Callable[[Any], list[int]]:
+    filter = {KEYS[name]: STEPS[name][1]} if name in KEYS else None
+    return lambda query: [hit.id - 1 for hit in gallery.search(query, K, filter)]
+
+
+def plain_table(connection: Any, count: int, kind: str) -> None:
+    connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
+    connection.execute(
+        f"CREATE TABLE plain (id bigint PRIMARY KEY, label text, metadata jsonb, embedding vector({DIM}))"
+    )
+    with connection.cursor().copy("COPY plain FROM STDIN") as copy:
+        for first, block in clustered.blocks(count, DIM, kind):
+            for row, vector in enumerate(block, first):
+                label = f"class {clustered.class_of(row)}"
+                copy.write_row((row, label, json.dumps(metadata(row)), query_text(vector)))
+    connection.execute("SET maintenance_work_mem = '1GB'")
+    connection.execute("CREATE INDEX ON plain USING hnsw (embedding vector_cosine_ops)")
+    connection.execute("ANALYZE plain")
+
+
+def of_plain(connection: Any, name: str) -> Callable[[Any], list[int]]:
+    where = f"WHERE metadata @> '{json.dumps({KEYS[name]: STEPS[name][1]})}'" if name in KEYS else ""
+    text = f"SELECT id, label, metadata FROM plain {where} ORDER BY embedding <=> %s::vector LIMIT {K}"
+    return lambda query: [row[0] for row in connection.execute(text, (query_text(query),)).fetchall()]
+
+
+class Faiss:
+    def __init__(self, count: int, kind: str) -> None:
+        self.faiss = hnsw.load_faiss()
+        rows, product = clustered.rows(count, DIM, kind), self.faiss.METRIC_INNER_PRODUCT
+        if count <= 100_000:
+            self.index = self.faiss.IndexHNSWFlat(DIM, 32, product)
+        else:
+            self.index = self.faiss.IndexIVFFlat(self.faiss.IndexFlatIP(DIM), DIM, 1024, product)
+            self.index.train(rows[:: max(1, count // 50_000)])
+        self.index.add(rows)
+        self.count, self.graph = count, count <= 100_000
+
+    def search(self, name: str, setting: int) -> Callable[[Any], list[int]]:
+        step, remainder = STEPS[name]
+        places = np.arange(remainder, self.count, step)
+        only = {"sel": self.faiss.IDSelectorBatch(places)} if name in KEYS else {}
+        if self.graph:
+            options = self.faiss.SearchParametersHNSW(efSearch=setting, **only)
+        else:
+            options = self.faiss.SearchParametersIVF(nprobe=setting, **only)
+        return lambda query: self.index.search(query[None], K, params=options)[1][0].tolist()
+
+
+def compared(url: str, count: int, kind: str, tries: int, peers: bool) -> list[list[object]]:
+    import psycopg
+
+    queries, lines, base = clustered.queries(tries, count, DIM, kind), [], {}
+    judged = {name: clustered.exact_ids(count, queries, K, DIM, kind, 0, *STEPS[name]) for name in STEPS}
+
+    def line(who: str, name: str, setting: object, measured: tuple[float, float, float]) -> None:
+        p50, p99, recall = measured
+        times = f"{p50 / base[name]:.2f}" if name in base else ""
+        passing = len(range(STEPS[name][1], count, STEPS[name][0]))
+        lines.append([who, count, kind, name, passing, setting, f"{p50:.2f}", f"{p99:.2f}", f"{recall:.4f}", times])
+        print(*(f"{value!s:>15}" for value in lines[-1]), flush=True)
+
+    if peers:
+        faiss = Faiss(count, kind)
+        for name in STEPS:
+            for setting in (16, 32, 64, 128, 256, 512, 1024):
+                measured = timed(faiss.search(name, setting), queries, judged[name])
+                if measured[2] >= GOAL:
+                    break
+            base[name] = measured[0]
+            line("faiss", name, setting, measured)
+        del faiss
+    with Gallery.open(f"{url}&gallery={kind}_{count}", dim=DIM) as gallery:
+        enrolled(gallery, count, kind)
+        for name in STEPS:
+            line(
+                "nearkin",
+                name,
+                gallery.stats()["index"].split(",")[0],
+                timed(of_nearkin(gallery, name), queries, judged[name]),
+            )
+    if peers and count <= 100_000:
+        with psycopg.connect(url, autocommit=True) as connection:
+            plain_table(connection, count, kind)
+            for name in STEPS:
+                line("plain pgvector", name, "defaults", timed(of_plain(connection, name), queries, judged[name]))
+            connection.execute("DROP TABLE plain")
+    return lines
+
+
+def partitions(url: str, count: int, kind: str, tries: int) -> list[list[object]]:
+    """One table, partitioned by the hash of the label, each part with its own HNSW: all parts are asked."""
+    import psycopg
+
+    queries, lines = clustered.queries(tries, count, DIM, kind), []
+    judged = clustered.exact_ids(count, queries, K, DIM, kind)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("CREATE EXTENSION IF NOT EXISTS vector")
+        for parts in (1, 2, 4):
+            connection.execute(
+                f"CREATE TABLE parts (id bigint, label text, embedding vector({DIM})) PARTITION BY HASH (label)"
+            )
+            for part in range(parts):
+                modulus = f"FOR VALUES WITH (MODULUS {parts}, REMAINDER {part})"
+                connection.execute(f"CREATE TABLE parts_{part} PARTITION OF parts {modulus}")
+            with connection.cursor().copy("COPY parts FROM STDIN") as copy:
+                for first, block in clustered.blocks(count, DIM, kind):
+                    for row, vector in enumerate(block, first):
+                        copy.write_row((row, f"class {clustered.class_of(row)}", query_text(vector)))
+            connection.execute("SET maintenance_work_mem = '512MB'")
+            half = f"((embedding::halfvec({DIM})) halfvec_ip_ops) WITH (m = 24, ef_construction = 100)"
+            connection.execute(f"CREATE INDEX ON parts USING hnsw {half}")
+            connection.execute("ANALYZE parts")
+            connection.execute("SET hnsw.ef_search = 64; SET enable_sort = off")
+            order = f"embedding::halfvec({DIM}) <#> %s::vector({DIM})::halfvec({DIM})"
+            text = f"SELECT id, label FROM parts ORDER BY {order} LIMIT {K + 4}"
+
+            def search(query: Any, text: str = text) -> list[int]:
+                rows = connection.execute(text, (query_text(query),), prepare=True).fetchall()
+                return [row[0] for row in rows]
+
+            p50, p99, recall = timed(search, queries, judged)
+            values = [
+                f"{parts} partitions",
+                count,
+                kind,
+                "none",
+                count,
+                "ef 64",
+                f"{p50:.2f}",
+                f"{p99:.2f}",
+                f"{recall:.4f}",
+                "",
+            ]
+            lines.append(values)
+            print(*(f"{value!s:>15}" for value in lines[-1]), flush=True)
+            connection.execute("DROP TABLE parts")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--kind", choices=clustered.KINDS, default="clustered")
+    parser.add_argument("--queries", type=int, default=200)
+    parser.add_argument("--url", default="")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--partitions", action="store_true")
+    arguments = parser.parse_args()
+    print(*(f"{name:>15}" for name in HEADER))
+    with nullcontext() if arguments.url else postgres_server.Server() as server:
+        url = arguments.url or server.url
+        if arguments.partitions:
+            lines = partitions(url, arguments.rows, arguments.kind, arguments.queries)
+        else:
+            lines = compared(url, arguments.rows, arguments.kind, arguments.queries, not arguments.no_peers)
+    ending = "_partitions" if arguments.partitions else ""
+    name = f"gallery_postgres_{arguments.kind}_{arguments.rows}{ending}.csv"
+    measure.write_csv(Path(__file__).parent / "results" / name, HEADER, lines)
+
+
+if __name__ == "__main__":
+    main()

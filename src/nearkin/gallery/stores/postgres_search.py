@@ -1,0 +1,273 @@
+"""How PostgreSQL searches: all rows, the rows that a filter leaves, or by pgvector's HNSW. Float64 decides.
+
+The index is in segments, one partial HNSW per range of ids; rows that are newer than the last segment are compared one
+by one. The text of a statement decides the way, not a setting, so the server may keep its plan.
+"""
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nearkin.gallery import schema
+from nearkin.gallery.schema import Facts, Filter, Floats, Row
+from nearkin.gallery.stores.matrix import similarities
+
+__all__ = ["COLUMNS", "DEEPEST", "FORMS", "IndexFacts", "Search", "best", "between", "query_text", "read_rows"]
+
+SPARE = 16  # rows that exact search proposes beyond k
+DEEPEST = 1000  # hnsw.ef_search; pgvector takes no more
+STEP_COST = 12.0  # one more candidate of HNSW, in comparisons of a row that passes a filter
+FILTERS, SAMPLE = 256, 1000  # filters whose share of rows is remembered; rows that estimate it
+FEW = 0.05  # share of rows up to which a filter is answered by the index of metadata
+COLUMNS = "id, content, label, name, metadata, vector_send(vector), sum"
+# What HNSW orders by: halfvec, or the Hamming distance of the signs, whose nearest are compared again in SQL.
+FORMS = {
+    "half": "vector::halfvec({dim}) <#> %s::vector({dim})::halfvec({dim})",
+    "bit": "binary_quantize(vector)::bit({dim}) <~> binary_quantize(%s::vector({dim}))::bit({dim})",
+}
+Neighbours = list[tuple[Row, float]]
+
+
+class IndexFacts(NamedTuple):
+    """What the description of a gallery says about its index.
+
+    bounds: the first id of each segment, and the first id after all of them. depth, deep: hnsw.ef_search that found the
+    10 and the 100 nearest when it was built. recall: of the 10, measured then.
+    """
+
+    form: str
+    bounds: tuple[int, ...]
+    depth: int
+    deep: int
+    recall: float
+
+    @classmethod
+    def of(cls, facts: Facts) -> "IndexFacts | None":
+        """None where there is no index, or one of an earlier version."""
+        stored = facts.beyond.get("hnsw", {})
+        if "bounds" not in stored:
+            return None
+        return cls(stored["form"], tuple(stored["bounds"]), stored["depth"], stored["deep"], stored["recall"])
+
+    def stored(self) -> dict[str, Any]:
+        return self._asdict() | {"bounds": list(self.bounds)}
+
+    def depth_for(self, count: float) -> int:
+        """hnsw.ef_search that finds so many of the nearest, from those measured for 10 and 100."""
+        wanted = self.depth + (self.deep - self.depth) * (count - 10) / 90
+        return math.ceil(min(max(wanted, self.depth, count), DEEPEST))
+
+
+def has_terms(facts: Facts) -> bool:
+    """Whether metadata are indexed: beside the segments, and where these are not good enough."""
+    return bool({"bounds", "too_low"} & set(facts.beyond.get("hnsw", {})))
+
+
+class Search:
+    """In one table. exact: without the index, whatever there is."""
+
+    def __init__(self, gallery_schema: str, exact: bool) -> None:
+        self.schema, self.table, self.exact = gallery_schema, f"{gallery_schema}.items", exact
+        self._shares: OrderedDict[str, tuple[float, int]] = OrderedDict()
+
+    def nearest(
+        self,
+        cursor: Any,
+        facts: Facts,
+        query: Floats,
+        k: int,
+        filter: Filter | None,
+        excluded: Callable[[dict[int, str]], Sequence[int]],
+    ) -> Neighbours:
+        """The k nearest, ties by id. excluded: told of damaged rows, returns the ids to leave out."""
+        index, out = None if self.exact else IndexFacts.of(facts), excluded({})
+        share = 1.0 if filter is None or not has_terms(facts) else self._share(cursor, facts, filter)
+        depth = None if index is None else _depth(facts, index, k, share)
+        while index is not None and depth is not None:
+            rows, damaged = self.by_index(cursor, facts.dim, index, query, k + _spare(k), depth, filter, out)
+            if damaged:
+                out = excluded(damaged)
+            elif filter is not None and len(rows) < k:
+                break  # the index gave up before enough rows passed
+            else:
+                return best(rows, query, k)[0]
+        return self._compare(cursor, query, k, filter, out, excluded, terms=share < FEW)
+
+    # --- by index
+
+    def by_index(
+        self,
+        cursor: Any,
+        dim: int,
+        index: IndexFacts,
+        query: Floats,
+        count: int,
+        depth: int,
+        filter: Filter | None = None,
+        excluded: Sequence[int] = (),
+    ) -> tuple[list[Row], dict[int, str]]:
+        """`count` rows of each segment, unordered; and damaged ones."""
+        where, values = self.conditions(filter, excluded)
+        limit = depth if index.form == "bit" else count
+        text = _statement(self.table, dim, index.form, index.bounds, where, count, limit)
+        each = [query_text(query)]
+        once = [*values, *each, *(each if index.form == "bit" else ())]
+        # No plan may sort all rows instead.
+        cursor.execute(
+            "SELECT set_config('hnsw.ef_search', %s, true), set_config('enable_sort', 'off', true),"
+            " set_config('hnsw.iterative_scan', 'relaxed_order', true)",
+            (str(depth),),
+            prepare=True,
+        )
+        return read_rows(cursor.execute(text, [*once * (len(index.bounds) - 1), *values, *each], prepare=True))
+
+    def _share(self, cursor: Any, facts: Facts, filter: Filter) -> float:
+        """Of rows that pass a filter; remembered until a twentieth of all rows has changed, for it decides about speed.
+
+        Estimated from some rows, and counted where few of them pass.
+        """
+        name, state = str(filter), facts.next_id + facts.changes
+        if name in self._shares and abs(state - self._shares[name][1]) <= max(100, facts.rows // 20):
+            self._shares.move_to_end(name)
+            return self._shares[name][0]
+        where, values = self.conditions(filter, ())
+        ids = np.random.default_rng(0).integers(1, max(2, facts.next_id), SAMPLE).tolist()
+        sample = f"SELECT count(*) FILTER (WHERE {where}), count(*) FROM {self.table} WHERE id = ANY(%s)"
+        passed, sampled = cursor.execute(sample, [*values, ids]).fetchone()
+        share = float(passed / max(1, sampled))
+        if share < FEW:
+            where, values = self.conditions(filter, (), terms=True)
+            cursor.execute("SELECT set_config('work_mem', '32MB', true)")  # a list of rows, not of pages
+            count = cursor.execute(f"SELECT count(*) FROM {self.table} WHERE {where}", values).fetchone()[0]
+            share = min(float(count / max(1, facts.rows)), FEW / 1.01)
+        self._shares[name] = share, state
+        if len(self._shares) > FILTERS:
+            self._shares.popitem(last=False)
+        return share
+
+    # --- by comparing rows
+
+    def _compare(
+        self,
+        cursor: Any,
+        query: Floats,
+        k: int,
+        filter: Filter | None,
+        out: Sequence[int],
+        excluded: Callable[[dict[int, str]], Sequence[int]],
+        terms: bool,
+    ) -> Neighbours:
+        """More and more rows are proposed until the last one is too far to be among the k nearest."""
+        count, slack = k + SPARE, 8 * len(query) * float(np.finfo(np.float32).eps)
+        text = query_text(query)
+        others: set[int] = set()  # whose terms have the hash of another
+        while True:
+            where, values = self.conditions(filter, [*out, *others], terms=terms)
+            near = f"SELECT id FROM {self.table} {'WHERE ' + where if where else ''}"
+            near += " ORDER BY (vector <#> %s::vector) + 0, id LIMIT %s"
+            # The bytes of a vector are only selected for near rows: PostgreSQL would make them of all.
+            ids = [i for (i,) in cursor.execute(near, [*values, text, count]).fetchall()]
+            rows, damaged = read_rows(cursor.execute(f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)", (ids,)))
+            wrong = {row.id for row in rows if terms and filter is not None and not filter.passes(row)}
+            if damaged or wrong:
+                out, others = excluded(damaged) if damaged else out, others | wrong
+                continue
+            nearest, last = best(rows, query, k)
+            if len(rows) < count or nearest[-1][1] - last > slack:
+                return nearest
+            count *= 2
+
+    def conditions(self, filter: Filter | None, excluded: Sequence[int], terms: bool = False) -> tuple[str, list[Any]]:
+        """As SQL, and their values. terms: by the index of metadata, which may let rows of an equal hash pass."""
+        parts: list[str] = []
+        values: list[Any] = []
+        if filter is not None and filter.labels is not None:
+            parts.append("label = ANY(%s)")
+            values.append(list(filter.labels))
+        for key, allowed in filter.keys.items() if filter is not None else ():
+            if terms:
+                hashes = "SELECT coalesce(array_agg(term), '{}') FROM unnest(%s::text[]) AS pair,"
+                hashes += f" unnest({self.schema}.terms(pair)) AS term"
+                parts.append(f"{self.schema}.terms(metadata) && ({hashes})")
+                values.append([f"{{{json.dumps(key)}: {value}}}" for value in allowed])
+            else:
+                parts.append("metadata::jsonb -> %s = ANY(%s::jsonb[])")
+                values += [key, list(allowed)]
+        if excluded:
+            parts.append("id <> ALL(%s)")
+            values.append(list(excluded))
+        return " AND ".join(parts), values
+
+
+def _depth(facts: Facts, index: IndexFacts, k: int, share: float) -> int | None:
+    """Of a search by index; None where comparing each row that passes the filter is faster. share: of such rows."""
+    if k + _spare(k) > DEEPEST:
+        return None
+    share = max(share, 1e-9)
+    depth = index.depth_for(k / share)
+    steps = max(depth, (k + _spare(k)) / share)
+    return None if share * facts.rows <= steps * STEP_COST else depth
+
+
+@lru_cache(maxsize=256)
+def _statement(table: str, dim: int, form: str, bounds: tuple[int, ...], where: str, count: int, limit: int) -> str:
+    """Reads the rows near a query: of each segment by its index, of newer rows by comparing each."""
+    more, order, parts = f" AND {where}" if where else "", FORMS[form].format(dim=dim), []
+    compared = f"ORDER BY (vector <#> %s::vector({dim})) + 0 LIMIT {count}"
+    for first, end in pairwise(bounds):
+        proposed = f"FROM {table} WHERE {between(first, end)}{more} ORDER BY {order} LIMIT {limit}"
+        if form == "bit":
+            parts.append(f"(SELECT id FROM (SELECT id, vector {proposed}) AS proposed {compared})")
+        else:
+            parts.append(f"(SELECT id {proposed})")
+    parts.append(f"(SELECT id FROM {table} WHERE id >= {bounds[-1]}{more} {compared})")
+    fields = COLUMNS.replace("id,", "items.id,", 1)
+    return (
+        f"WITH near AS MATERIALIZED ({' UNION ALL '.join(parts)})"
+        f" SELECT {fields} FROM near JOIN {table} AS items ON items.id = near.id"
+    )
+
+
+def between(first: int, end: int) -> str:
+    """The condition of a segment, which its index has too."""
+    return f"id >= {first} AND id < {end}"
+
+
+def query_text(query: Floats) -> str:
+    return "[" + ",".join(f"{number:.9g}" for number in query.tolist()) + "]"
+
+
+def _spare(k: int) -> int:
+    """Rows that the index proposes beyond k: it orders by rounded vectors."""
+    return max(4, k // 4)
+
+
+def best(rows: list[Row], query: Floats, k: int) -> tuple[Neighbours, float]:
+    """The k nearest by float64, and the least similarity of all."""
+    if not rows:
+        return [], 0.0
+    score = similarities(schema.unpack([row.vector for row in rows], len(query)), query)
+    order = np.lexsort((np.array([row.id for row in rows], np.int64), -score))[:k]
+    return [(rows[i], float(score[i])) for i in order], float(score.min())
+
+
+def read_rows(cursor: Any) -> tuple[list[Row], dict[int, str]]:
+    """Rows that match their checksum, vectors without pgvector's head of 4 bytes, and what is wrong with the others."""
+    rows, damaged = [], {}
+    for id, content, label, name, metadata, vector, total in cursor.fetchall():
+        row = Row(id, content, label, name, metadata, vector[4:])
+        try:
+            difference = "" if schema.checksum(*row) == total else "not as it was written"
+        except Exception as error:  # a number beyond its range
+            difference = f"not as it was written ({type(error).__name__})"
+        if difference:
+            damaged[id] = difference
+        else:
+            rows.append(row)
+    return rows, damaged
