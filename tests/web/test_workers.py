@@ -113,7 +113,6 @@ class Service:
         children = self.children() if self.workers > 1 else []
         self.process.terminate()
         status = self.process.wait(60)
-        self.process.stdout.close()
         return status, [pid for pid in children if alive(pid)]
 
 
@@ -130,10 +129,9 @@ def serving(run, place, folder, workers=2, **options):
         service.wait_for_workers()
         yield service
     finally:
-        if service.process.poll() is None:
-            service.process.kill()
-            service.process.wait()
-            service.process.stdout.close()
+        service.process.kill()
+        service.process.wait()
+        service.process.stdout.close()
 
 
 def places(folder, run):
