@@ -38,12 +38,13 @@ def chunk_of_rows(number: int, dim: int, kind: str, count: int = CHUNK) -> Float
     return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)[:count]
 
 
-def queries_of(rows: int, dim: int, kind: str, count: int) -> Floats:
-    draw = np.random.default_rng(8)
+def queries_of(rows: int, dim: int, kind: str, wanted: int) -> Floats:
+    """The first so many of 500, or more if more are wanted: every stage has the same ones."""
+    draw, count = np.random.default_rng(8), max(500, wanted)
     chosen = np.sort(draw.integers(0, rows, count))
     parts = [chunk_of_rows(int(i), dim, kind)[chosen[chosen // CHUNK == i] % CHUNK] for i in np.unique(chosen // CHUNK)]
     noisy = np.concatenate(parts) + 0.3 * draw.standard_normal((count, dim)) / dim**0.5
-    noisy = noisy[draw.permutation(count)]
+    noisy = noisy[draw.permutation(count)][:wanted]
     return np.asarray(noisy / np.linalg.norm(noisy, axis=1, keepdims=True), np.float32)
 
 
