@@ -63,9 +63,12 @@ def upgrade(
 def _print(gallery: str, result: Any) -> None:
     if result.pairs:
         summary = result.summary
+        kind = summary["kind"]
+        if kind == "identity":
+            kind = "none is needed, old rows are comparable as they are"
         what = "classes" if summary["by_class"] else "items"
         echo(
-            f"bridge: {summary['kind']}, fitted on {summary['pairs']:,} pairs, measured on {summary['held_out']:,} "
+            f"bridge: {kind}; fitted on {summary['pairs']:,} pairs, measured on {summary['held_out']:,} "
             f"items of other {what}"
         )
         rows = [

@@ -3,6 +3,7 @@
 Old rows are mapped into the new space, where renewed rows are too: one search, one length of vectors. Every kind
 predicts the new embedding of an item from its old one, and the prediction is scaled to length 1:
 
+    identity    as it is: for a run that was trained to be compatible with the old one
     procrustes  both sides whitened, then a rotation: z ↦ C_new R W_old (z - mean_old) + mean_new
     ridge       least squares with a penalty
     kernel      ridge on Gaussian similarities to some of the pairs: local, so it follows a bent space
@@ -26,6 +27,7 @@ __all__ = ["KINDS", "Bridge", "Choice", "choose", "fit", "per_query", "quality"]
 Wide: TypeAlias = NDArray[np.float64]
 Map = Callable[[Wide], Wide]
 KINDS: dict[str, tuple[tuple[float, ...], ...]] = {  # the settings that are tried of each kind
+    "identity": ((),),
     "procrustes": ((0.01,), (0.1,)),
     "ridge": ((0.03,), (0.1,), (0.3,), (1.0,)),
     "kernel": tuple((width, penalty) for width in (0.3, 1.0, 3.0) for penalty in (0.1, 0.3, 1.0)),
@@ -56,10 +58,11 @@ class Bridge(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The chosen bridge, fitted on all pairs, and the quality of every kind at its best settings."""
+    """The chosen bridge, fitted on all pairs; of every kind the best quality, and the settings that have it."""
 
     bridge: Bridge
     tried: dict[str, float]
+    best: dict[str, tuple[float, ...]]
 
 
 def fit(kind: str, settings: Sequence[float], old: Floats, new: Floats, seed: int = 0) -> Bridge:
@@ -80,17 +83,17 @@ def choose(old: Floats, new: Floats, classes: NDArray[np.int64], labelled: bool 
     order = draw.permutation(np.unique(classes))
     inside = np.isin(classes, order[: max(1, int(len(order) * INNER))])
     fitted, judged = (draw.permutation(np.flatnonzero(part))[:MOST_CHOICE] for part in (inside, ~inside))
-    best: tuple[float, str, tuple[float, ...]] | None = None
-    tried = dict.fromkeys(KINDS, -1.0)
-    for kind, several in KINDS.items():
+    kinds = {kind: KINDS[kind] for kind in KINDS if kind != "identity" or old.shape[1] == new.shape[1]}
+    tried = dict.fromkeys(kinds, -1.0)
+    best: dict[str, tuple[float, ...]] = {}
+    for kind, several in kinds.items():
         for settings in several:
             mapped = fit(kind, settings, old[fitted], new[fitted], seed)(old[judged])
             value = quality(new[judged], mapped, classes[judged] if labelled else None)["map@r"]
-            tried[kind] = max(tried[kind], value)
-            if best is None or value > best[0]:
-                best = value, kind, settings
-    assert best is not None
-    return Choice(fit(best[1], best[2], old, new, seed), tried)
+            if value > tried[kind]:
+                tried[kind], best[kind] = value, settings
+    kind = max(tried, key=lambda kind: tried[kind])
+    return Choice(fit(kind, best[kind], old, new, seed), tried, best)
 
 
 def quality(queries: Floats, rows: Floats, classes: NDArray[np.int64] | None) -> dict[str, float]:
@@ -131,6 +134,12 @@ def per_query(
 
 
 # --- the kinds
+
+
+def _identity(x: Wide, y: Wide, settings: tuple[float, ...], seed: int) -> Map:
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"identity needs embeddings of one length, got {x.shape[1]} and {y.shape[1]}")
+    return lambda rows: rows
 
 
 def _whitening(rows: Wide, penalty: float) -> tuple[Wide, Wide]:
@@ -213,6 +222,7 @@ def _mlp(x: Wide, y: Wide, settings: tuple[float, ...], seed: int) -> Map:
 
 
 _FITS: dict[str, Callable[[Wide, Wide, tuple[float, ...], int], Map]] = {
+    "identity": _identity,
     "procrustes": _procrustes,
     "ridge": _ridge,
     "kernel": _kernel,
