@@ -38,6 +38,7 @@ BLOCK = 4096  # rows mapped at a time
 JUDGED = 1024  # queries compared at a time
 EPOCHS, BATCH, RATE, DECAY = 30, 128, 1e-3, 0.01  # of the mlp
 INNER = 0.75  # share of the classes that the choice fits on
+TIE = 0.98  # of the best MAP@R: from this share on the simpler kind is taken
 MOST_CHOICE = 4000  # pairs that the choice fits on, and judges by
 
 
@@ -92,7 +93,7 @@ def choose(old: Floats, new: Floats, classes: NDArray[np.int64], labelled: bool 
             value = quality(new[judged], mapped, classes[judged] if labelled else None)["map@r"]
             if value > tried[kind]:
                 tried[kind], best[kind] = value, settings
-    kind = max(tried, key=lambda kind: tried[kind])
+    kind = next(kind for kind in kinds if tried[kind] >= TIE * max(tried.values()))
     return Choice(fit(kind, best[kind], old, new, seed), tried, best)
 
 
