@@ -130,7 +130,7 @@ def _library(source: str) -> Any:
     try:
         return importlib.import_module("datasets")
     except ImportError:
-        raise ValueError(f"{source}: reading it needs the package datasets: pip install nearkin[hf]") from None
+        raise ValueError(f"{source}: reading it needs the package datasets: pip install 'nearkin[datasets]'") from None
 
 
 def _require(source: str, features: Any, column: str | None) -> None:

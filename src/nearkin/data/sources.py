@@ -42,7 +42,7 @@ def sources() -> list[Source]:
             "an .npz, .safetensors or .parquet",
             "embeddings with labels or targets; split, groups if you like",
         ),
-        Source("hf-dataset:NAME", "a Hugging Face dataset, by name or from a folder", "the extra nearkin[hf]"),
+        Source("hf-dataset:NAME", "a Hugging Face dataset, by name or from a folder", "the extra nearkin[datasets]"),
         Source(
             "webdataset:FOLDER", "WebDataset shards, also train-{000..012}.tar", "1.jpg with 1.cls or 1.json in .tar"
         ),
