@@ -4,8 +4,9 @@
     python studies/peer_suite.py pytorch-metric-learning
 
 Nothing of that package is kept here. Our losses, miners, samplers, distances, reducers, regularizers and
-`AccuracyCalculator` stand in for its modules; its index functions and test tools stay its own. Prints a table by folder,
-and every test that passes with the original and not with ours, and writes both as JSON with --out.
+`AccuracyCalculator` stand in for its modules; its index functions and test tools stay its own. Prints a table by
+folder and every test that fails with ours, and writes all outcomes as JSON with --out. PEER_TESTS names files
+of its tests/ to run fewer.
 """
 
 import argparse
@@ -67,9 +68,21 @@ def run(ours: bool, out: Path) -> None:
     if ours:
         stand_in()
     outcomes = Outcomes()
-    files = [f"tests/{folder}" for folder in FOLDERS]
+    files = os.environ.get("PEER_TESTS", " ".join(f"tests/{folder}" for folder in FOLDERS)).split()
     left_out = [f"--ignore-glob=*test_{name}*" for name in LEFT_OUT]
-    pytest.main(["-v", "--no-header", "-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors", *left_out, *files], plugins=[outcomes])
+    pytest.main(
+        [
+            "-v",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "--tb=short",
+            "--continue-on-collection-errors",
+            *left_out,
+            *files,
+        ],
+        plugins=[outcomes],
+    )
     out.write_text(json.dumps({"outcomes": outcomes.of, "why": outcomes.why}))
 
 

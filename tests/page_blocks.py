@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from nearkin.cli import app
 
 FENCE = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?^```(bash|python|text)\n(.*?)^```$", re.S | re.M)
-NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
+NUMBER = r"(?<![\w@-])\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"  # not in a name, as rug-185 or recall@1
 PORT = "8765"
 
 

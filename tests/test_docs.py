@@ -1,5 +1,6 @@
 """The README's code runs as it stands, and every file the docs point to is there."""
 
+import csv
 import re
 from pathlib import Path
 
@@ -56,6 +57,27 @@ def test_both_languages_of_the_readme_say_the_same():
     assert english.count("](docs/pictures/") == korean.count("](docs/pictures/") == 3
     assert "(README.ko.md)" in english and "(README.md)" in korean
     assert english.count("\n## ") == korean.count("\n## ") and english.count("\n| ") == korean.count("\n| ")
+
+
+def test_figures_of_the_readme_are_those_measured():
+    text, results = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "benchmarks" / "results"
+    with open(results / "encoders_cpu.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            cells = (
+                f"`{row['encoder']}` ({row['size']} px) | {row['million_weights']} M | {row['mib']} MiB | {row['ms']} |"
+            )
+            assert cells in text
+    with open(results / "losses_gpu.csv", newline="") as file:
+        supcon = {row["B"]: row for row in csv.DictReader(file) if row["loss"] == "SupCon"}
+    small, large, largest = supcon["4096"], supcon["16384"], supcon["65536"]
+    ours, theirs = ("auto_ms", "auto_mib"), ("peer_ms", "peer_mib")
+    assert "0.81 ms and 6.3 MiB" in text and [float(small[c]) for c in ours] == pytest.approx([0.81, 6.3], rel=5e-3)
+    assert "3.76 ms and\n722 MiB" in text and [float(small[c]) for c in theirs] == pytest.approx([3.76, 722], rel=2e-3)
+    assert "7.0 ms and 25 MiB" in text and [float(large[c]) for c in ours] == pytest.approx([7.0, 25], rel=0.02)
+    assert "31.2 ms and 11,529 MiB" in text and [float(large[c]) for c in theirs] == pytest.approx(
+        [31.2, 11529], rel=1e-3
+    )
+    assert "101 MiB" in text and round(float(largest["auto_mib"])) == 101 and largest["peer_ms"] == "not run"
 
 
 def test_readme_code_runs():

@@ -315,7 +315,10 @@ def requirements():
     toml = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
     project = toml.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(r for name in extras if name not in ("dev", "docs", "test") for r in extras[name])]
+    asked = [
+        *project["dependencies"],
+        *(r for name in extras if name not in ("dev", "docs", "test") for r in extras[name]),
+    ]
     floors = [re.match(r"([\w-]+)(?:\[\w+\])?(?:>=([\d.]+))?", requirement).groups() for requirement in asked]
     return [(name.lower(), floor) for name, floor in floors if floor is not None]
 

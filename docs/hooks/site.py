@@ -17,10 +17,12 @@ ROOT = Path(__file__).parents[2]
 # Pages of the repository that are part of the site too, by the name they have there.
 TEXTS = {
     "README.ko.md": "korean.md",
+    "notebooks/README.md": "notebooks.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
+SOURCES = {uri: name for name, uri in TEXTS.items()}
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -34,6 +36,8 @@ def on_files(files: Files, config: Any) -> Files:
     except ValueError as error:
         raise PluginError(str(error)) from error
     for uri, content in contents.items():
+        if (stub := files.get_file_from_path(uri)) is not None:  # what a reader of the repository finds there
+            files.remove(stub)
         files.append(File.generated(config, uri, content=content))
     for name, uri in TEXTS.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
@@ -62,9 +66,9 @@ def _outside(target: str, page: str) -> str | None:
     """The path from the repository's root of a link that leaves docs/, or None."""
     if "://" in target:
         return None
-    place = "" if page in TEXTS.values() else "docs"
-    path = posixpath.normpath(posixpath.join(place, posixpath.dirname(page) if place else "", target))
-    return None if path.startswith("docs/") and place else path
+    source = SOURCES.get(page, f"docs/{page}")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    return None if path.startswith("docs/") and page not in SOURCES else path
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

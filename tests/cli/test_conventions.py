@@ -196,3 +196,13 @@ def test_no_colour_where_none_is_wanted(tmp_path):
     assert not coloured(["losses"], NO_COLOR="1")
     piped = subprocess.run([sys.executable, "-m", "nearkin", "losses"], capture_output=True, check=True)
     assert b"\x1b" not in piped.stdout
+
+
+@pytest.mark.skipif(os.name == "nt", reason="bash")
+def test_bash_completes_verbs_and_options():
+    """What the script of `nearkin --install-completion` asks for."""
+    for words, number, expected in (("nearkin ev", "1", "evaluate"), ("nearkin train --epo", "2", "--epochs")):
+        asked = {"_NEARKIN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": number}
+        command = [sys.executable, "-c", "from nearkin.cli import main; main()"]
+        answer = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True)
+        assert expected in answer.stdout.split(), answer

@@ -66,8 +66,8 @@ def test_rounded_products_stay_within_their_bound():
     draw = np.random.default_rng(0)
     vectors = schema.unit(draw.normal(size=(5000, 48)) * draw.choice([1, 30], size=(5000, 48)))
     query = schema.unit(draw.normal(size=(1, 48)))[0]
-    rounded, scale, error = matrix._round(vectors)
-    rounded_query, query_scale, query_error = matrix._round(query[None])
+    rounded, scale, error = matrix.round_rows(vectors)
+    rounded_query, query_scale, query_error = matrix.round_rows(query[None])
     near = (
         rounded.astype(np.int64) @ rounded_query[0].astype(np.int64) * scale.astype(np.float64) * float(query_scale[0])
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from test_gallery import STORES, place_of
 
@@ -301,3 +302,26 @@ def test_kills_lose_nothing(store, tmp_path, monkeypatch):
     lines = []
     case = upgrade_kills.Case(place_of(store, tmp_path), tmp_path)
     assert upgrade_kills.study(case, 4, 1, None, say=lambda line, **_: lines.append(line)) == 0, lines
+
+
+def test_a_compatible_run_searches_at_once_and_upgrades_as_any_other(place, runs, tmp_path):
+    """Its encoder is nearly the old one, and says so: as after training with `compatible.run`."""
+    encoder, preparation = models.load(runs[0])
+    with torch.no_grad():
+        for weight in encoder.parameters():
+            weight += 1e-4
+    description = json.loads((runs[0] / "encoder.json").read_text())
+    old = {"run": str(runs[0]), "encoder": models.io.fingerprint(description), "dim": 8}
+    models.save(encoder, tmp_path / "new", preparation, compatible=old)
+    with Gallery.open(place, tmp_path / "new") as gallery:
+        before = gallery.search(picture(1003), 1, {"colour": "red"})[0]
+        assert gallery.search(picture(7), 1)[0].id == 8 and before.id == COUNT + 4 and before.similarity > 0.99
+        with pytest.raises(ValueError, match="it can search them, not enrol among them"):
+            gallery.enrol(picture(5000), "new")
+    result = room.upgrade(place, tmp_path / "new")
+    assert (result.renewed, result.bridged) == (COUNT, UPLOADS)
+    with Gallery.open(place, tmp_path / "new") as gallery:
+        assert gallery.search(picture(7), 1)[0].id == 8
+        assert gallery.search(picture(1003), 1, {"colour": "red"})[0].id == COUNT + 4
+        gallery.enrol(picture(5000), "new")
+        assert gallery.search(picture(5000), 1)[0].label == "new"

@@ -30,6 +30,7 @@ def enrol(
         str | None, typer.Option(help='Metadata of every item, as {"place": "pond"}.', metavar="JSON")
     ] = None,
     dim: options.DimOption = None,
+    stored: options.StoredOption = None,
     skip_unreadable: options.SkipUnreadableFlag = False,
     device: options.DeviceOption = options.Device.auto,
     quiet: options.SilentFlag = False,
@@ -56,7 +57,7 @@ def enrol(
 
         metadata_object = _json_object(metadata)
         frozen = is_encoder_name(run)
-        with _enrolling(gallery, run, device, dim, group) as opened:
+        with _enrolling(gallery, run, device, dim, stored, group) as opened:
             with plain_bar("enrolling", quiet or not first(group)) as progress:
                 result = room.enrol_source(
                     opened,
@@ -89,11 +90,16 @@ def enrol(
 
 @contextmanager
 def _enrolling(
-    place: str, run: str, device: options.Device, dim: int | None, group: "ProcessGroup | None"
+    place: str,
+    run: str,
+    device: options.Device,
+    dim: int | None,
+    stored: str | None,
+    group: "ProcessGroup | None",
 ) -> "Iterator[Gallery | Encoding]":
     """The gallery in the process that writes it; the encoder alone in those that help."""
     if first(group):
-        with opened_gallery(place, run, device, create=True, dim=dim) as opened:
+        with opened_gallery(place, run, device, create=True, dim=dim, stored=stored) as opened:
             yield opened
     else:
         from nearkin.gallery.items import Encoding

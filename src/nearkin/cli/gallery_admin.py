@@ -81,6 +81,32 @@ def reindex(
 
 
 @verbs.command(no_args_is_help=True)
+def convert(
+    gallery: GalleryArgument,
+    stored: Annotated[
+        str,
+        typer.Option(
+            help="float32, int8, binary or short:N (the first N dimensions) on the disk; memory: all rows in memory.",
+            metavar="FORM",
+        ),
+    ],
+    quiet: options.SilentFlag = False,
+    json: options.JsonFlag = False,
+) -> None:
+    """Change how the rows of a gallery in a file are kept for searching; the rows themselves stay as they are.
+
+    Example:
+
+      nearkin gallery convert birds.gallery --stored int8
+    """
+    with one_sentence(), opened_gallery(gallery) as opened:
+        with plain_bar("indexing") as progress:
+            opened.store_as(None if stored == "memory" else stored, progress)
+        state = opened.stats()["index"]
+    print_result(f"{shown(gallery)}: {state}", {"gallery": shown(gallery), "index": state})
+
+
+@verbs.command(no_args_is_help=True)
 def check(
     gallery: GalleryArgument,
     repair: Annotated[bool, typer.Option("--repair", help="Keep the intact rows, set the corrupt ones aside.")] = False,
@@ -187,11 +213,15 @@ def opened_gallery(
     device: options.Device = options.Device.auto,
     create: bool = False,
     dim: int | None = None,
+    stored: str | None = None,
 ) -> "Iterator[Gallery]":
     """The gallery, closed at the end; its warnings become notes."""
     from nearkin.gallery import Gallery
 
-    with warnings_as_notes(), Gallery.open(place, run, dim=dim, create=create, device=device.value) as opened:
+    with (
+        warnings_as_notes(),
+        Gallery.open(place, run, dim=dim, create=create, device=device.value, stored=stored) as opened,
+    ):
         yield opened
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "JsonFlag",
     "JsonResultsFlag",
 ]
+__all__ += ["StoredOption"]
 __all__ += ["GroupColumnOption", "GroupPatternOption"]
 __all__ += [
     "LevelsOption",
@@ -72,6 +73,14 @@ DimOption = Annotated[
     int | None,
     typer.Option(
         help="Keep the first so many dimensions, a length of loss.matryoshka.", metavar="D", show_default="all"
+    ),
+]
+StoredOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Search index on the disk, for more rows than fit in memory: float32, int8, binary or short:N.",
+        metavar="FORM",
+        show_default="rows in memory",
     ),
 ]
 SkipSingleFlag = Annotated[bool, typer.Option("--skip-single", help="Skip classes with a single item.")]

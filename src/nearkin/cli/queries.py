@@ -61,6 +61,9 @@ def search(
             metavar="METHOD",
         ),
     ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Without an approximate index; among millions of rows this takes long.")
+    ] = False,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
     quiet: options.QuietFlag = False,
@@ -73,7 +76,7 @@ def search(
     """
     with one_sentence(), _gallery_with_encoder(gallery, run, device) as opened:
         seen = opened.see(_item(item))[0]
-        hits = opened.search(seen, k, _filter(filter), rerank=rerank)
+        hits = opened.search(seen, k, _filter(filter), rerank=rerank, exact=exact)
     if json:
         print_json([hit._asdict() for hit in hits])
         return
@@ -83,6 +86,10 @@ def search(
         for hit in hits
     ]
     print_table(("similarity", "label", "name", "id", *(["quality"] if rated else [])), rows, "nothing found")
+    if hits.recall is not None and not quiet:
+        print_note(
+            f"not proved to be the exact answer: recall@10 {hits.recall:.4f}, measured with the index; or --exact"
+        )
     if seen is not None and seen.quality is not None and not quiet:
         echo(f"quality of {item}: {_quality(seen.quality)}")
 

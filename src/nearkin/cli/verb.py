@@ -37,8 +37,8 @@ VERB_GROUPS = {
 _OPTION_GROUPS = {
     "Data": "root part levels labels targets groups group_pattern group_column gallery_labels gallery_targets "
     "gallery_groups skip_single skip_unreadable without drop_near closed partial no_cache unlabelled pairs",
-    "Training": "recipe set_ compatible_with loss losses encoder epochs batch chunk lr seed strategy resume steps trials "
-    "folds seeds",
+    "Training": "recipe set_ compatible_with loss losses encoder epochs batch chunk lr seed strategy resume steps "
+    "trials folds seeds",
     "What is measured": "retrieval clustering verification one_shot open_set graded diagnose examples fpir repeats "
     "cohort far rerank rerank_validation ks similarity ways shots episodes interval label_errors",
     "Machine": "device jobs budget host port token",

@@ -62,7 +62,8 @@ class MetricLearning(_pytorch.LightningModule):  # type: ignore[misc]  # the pac
 
     def predict_step(self, batch: Any, batch_index: int, dataloader_idx: int = 0) -> Tensor:
         """Embeddings."""
-        return self(batch[0] if isinstance(batch, list | tuple) else batch)
+        rows: Tensor = self(batch[0] if isinstance(batch, list | tuple) else batch)
+        return rows
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW; the loss's parameters at their own rate and without decay."""

@@ -11,7 +11,7 @@ from nearkin.gallery.group_edits import GroupEditor, Reviewed
 from nearkin.gallery.items import Seen
 from nearkin.gallery.matched_parts import Heat, Matched, RowPicture, explain
 from nearkin.gallery.opening import run_of
-from nearkin.gallery.results import Candidate, Hit, Identity, Verification, verify
+from nearkin.gallery.results import Candidate, Hit, Hits, Identity, Verification, verify
 from nearkin.gallery.source_groups import SourceGroups, group_gallery, group_source, write_groups
 from nearkin.gallery.stores import Report
 from nearkin.gallery.transfer import Transferred, copy, restore
@@ -25,6 +25,7 @@ __all__ = [
     "GroupEditor",
     "Heat",
     "Hit",
+    "Hits",
     "Identity",
     "LabelConflict",
     "Matched",

@@ -17,7 +17,7 @@ from nearkin.core.errors import RankFailed
 from nearkin.data import groups
 from nearkin.data.item_set import Items
 from nearkin.dist.group import ProcessGroup
-from nearkin.gallery.gallery import PICTURE_BATCH, VECTOR_BATCH, Enrolled, Gallery
+from nearkin.gallery.gallery import PICTURE_BATCH, Enrolled, Gallery
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen, encode_items, hash_items
 from nearkin.gallery.schema import UNLABELLED, KnownRows, check_label, metadata_json
 
@@ -136,7 +136,7 @@ enroll_source = enrol_source
 
 def _enrol_alone(gallery: Gallery, source: _Source, progress: Progress | None, step: int | None) -> Counted:
     counts, size, vectors = Counted(0, 0, 0, []), len(source.items), source.items.vectors
-    step = step or (PICTURE_BATCH if vectors is None else VECTOR_BATCH)
+    step = step or (PICTURE_BATCH if vectors is None else gallery.vector_batch)
     for start in range(0, size, step):
         positions = range(start, min(start + step, size))
         if vectors is not None:

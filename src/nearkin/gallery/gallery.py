@@ -12,12 +12,12 @@ from nearkin.core import checks
 from nearkin.core.errors import EncoderChanged, MissingRow, StoreUnavailable
 from nearkin.data import decode as decoding
 from nearkin.evaluation.retrieval.rerank_settings import Rerank
-from nearkin.gallery import bridge_note, matched_parts, opening, own_calibration, results, shortlist
+from nearkin.gallery import bridge_note, matched_parts, opening, own_calibration, results, shortlist, stored_as
 from nearkin.gallery import items as item_inputs
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
 from nearkin.gallery.matched_parts import Matched, RowPicture
 from nearkin.gallery.mixed_search import MixedRows, Searched
-from nearkin.gallery.results import Calibrator, Hit, Identity, Verification
+from nearkin.gallery.results import Calibrator, Hit, Hits, Identity, Verification
 from nearkin.gallery.schema import (
     UNLABELLED,
     Facts,
@@ -32,7 +32,7 @@ from nearkin.gallery.schema import (
     shortened,
     unpack,
 )
-from nearkin.gallery.stores import Report, Store
+from nearkin.gallery.stores import Neighbours, Report, Store
 from nearkin.gallery.stores.matrix import similarities
 from nearkin.models.frozen import is_encoder_name
 
@@ -40,6 +40,7 @@ __all__ = ["Enrolled", "Gallery"]
 
 TIMEOUT = 30.0  # seconds a writer waits for another
 VECTOR_BATCH = 4096  # per transaction
+LARGE_BATCH = 65_536  # per transaction, of a gallery whose index is on the disk
 PICTURE_BATCH = 256  # per transaction: encoding them takes the time
 NEAREST = 50  # rows whose labels `identify` compares
 Progress = Callable[[int, int], None]
@@ -70,6 +71,7 @@ class Gallery:
         if encoding is not None:
             info = encoding.info
             if info.fingerprint != facts.fingerprint:  # a compatible run, whose calibration is of its own rows
+                self._calibrator = None
                 self._note = f"the rows are of {facts.run}, {info.shown} is only compatible with it: a similarity alone"
             elif bridges is not None:
                 self._calibrator, self._note = bridges.calibrator(facts)
@@ -91,6 +93,7 @@ class Gallery:
         timeout: float = TIMEOUT,
         device: str = "auto",
         max_pixels: int = decoding.MAX_PIXELS,
+        stored: str | None = None,
     ) -> "Gallery":
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
@@ -99,8 +102,10 @@ class Gallery:
         for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
         it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused,
         unless the run was trained to be compatible with that one: then it can be searched.
+        stored: of a new gallery in a file, the form of its search index on the disk, for more rows than memory has room
+        for: "float32", "int8", "binary" or "short:N" (the first N dimensions); by default the rows are in memory.
         """
-        store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels)
+        store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels, stored)
         try:
             return cls(store, facts, encoding)
         except BaseException:  # a damaged calibration
@@ -122,6 +127,11 @@ class Gallery:
     def frozen(self) -> bool:
         """Whether its encoder is a pretrained one that has learned from no label of the gallery."""
         return self._encoding is not None and self._encoding.info.frozen is not None
+
+    @property
+    def vector_batch(self) -> int:
+        """Vectors per transaction: more where the index of contents has outgrown memory, and each costs a page."""
+        return LARGE_BATCH if getattr(self._store, "stored", None) else VECTOR_BATCH
 
     # --- writing
 
@@ -154,7 +164,7 @@ class Gallery:
         ids: list[int] = []
         added = known = kept = 0
         while (start := len(ids)) < len(item_list):
-            size = VECTOR_BATCH if item_inputs.is_embedding(item_list[start], self._encoding) else PICTURE_BATCH
+            size = self.vector_batch if item_inputs.is_embedding(item_list[start], self._encoding) else PICTURE_BATCH
             part = slice(start, min(start + size, len(item_list)))
             batch = self._enrol_batch(Batch(item_list[part], labels[part], metas[part], all_names[part], keep))
             ids += batch.ids
@@ -213,22 +223,30 @@ class Gallery:
         filter: Mapping[str, Any] | None = None,
         *,
         rerank: Rerank | str | None = None,
-    ) -> list[Hit]:
+        exact: bool = False,
+    ) -> Hits:
         """The k nearest rows, nearest first, ties by id.
 
         filter: {"label": …, "colour": …}; every key must match, of a list any value. rerank: `evaluation.KReciprocal`,
         `AlphaQE` or `DBA`, or a name as "k-reciprocal" or "k-reciprocal:k1=20": the rows in the order after re-ranking,
-        with their cosines as they were. Without settings they follow the median number of rows per label.
+        with their cosines as they were. Without settings they follow the median number of rows per label. exact:
+        without an approximate index, which may take long; the result's `proved` and `recall` tell what an answer is.
         """
         checks.integer("k", k, 1)
+        if exact and rerank is not None:
+            raise ValueError("exact must be False with rerank, which orders a shortlist; got True")
         parsed = parse_filter(filter)
         method = None if rerank is None else shortlist.method_for(rerank, self._store.label_sizes())
 
-        def found(seen: Seen) -> list[Hit]:
+        def found(seen: Seen) -> Hits:
             if method is None:
-                return [_hit(row, near) for row, near in self._rows.nearest(seen.vector, k, parsed)]
-            rows = shortlist.search(self._rows, seen.vector, k, parsed, method, self.dim)
-            return [_hit(row, near) for row, near in rows]
+                rows = stored_as.nearest(self._rows, seen.vector, k, parsed, exact)
+            else:
+                rows = shortlist.search(self._rows, seen.vector, k, parsed, method, self.dim)
+            hits = Hits(_hit(row, near) for row, near in rows)
+            if isinstance(rows, Neighbours):
+                hits.proved, hits.recall = rows.proved, rows.recall
+            return hits
 
         return self._in_space(item, found)[1]
 
@@ -349,6 +367,7 @@ class Gallery:
             "calibration_classes": None if calibrator is None else calibrator.classes,
             "fars": [] if calibrator is None else calibrator.fars,
             "index": self._store.index_state or opening.describe_index(facts),
+            **getattr(self._store, "index_figures", {}),
             "damaged": sorted(self._store.damaged),
             "lost": self._store.lost,
             "bridged": self._store.encoders() if bridge_note.load(self._store, facts) is not None else {},
@@ -367,6 +386,10 @@ class Gallery:
     def reindex(self, progress: Progress | None = None) -> None:
         """Rebuilds the search index."""
         self._store.reindex(progress)
+
+    def store_as(self, form: str | None, progress: Progress | None = None) -> None:
+        """Changes the form of the search index, as `stored` of `Gallery.open`; None: the rows in memory. Builds it."""
+        stored_as.store_as(self._store, form, self.dim, progress)
 
     def check(self, progress: Progress | None = None) -> Report:
         """Reads everything and verifies every checksum."""

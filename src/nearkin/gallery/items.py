@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 ENCODER_BATCH = 128
+SIMPLE = (str, int, bool, type(None))  # of metadata: no float, of which -0.0 equals 0.0
 THUMBNAIL = 96  # pixels of its longer side
 
 
@@ -426,10 +427,23 @@ def enrol_batch(
 
 
 def _new_rows(encoded: list[Seen], batch: Batch, new: list[int]) -> list[NewRow]:
-    rows = []
+    rows, texts = [], dict[Any, str]()
     for i, vector in zip(new, pack(np.stack([encoded[i].vector for i in new])), strict=True):
         item, name = encoded[i], batch.names[i]
         name = item.name if name is None else name
         facts = (item.content, batch.labels[i], name, batch.metadata[i], vector, item.thumbnail)
-        rows.append(new_row(*facts, item.quality))
+        key = _metadata_key(batch.metadata[i]) if item.quality is None else None
+        if key is None or key not in texts:
+            rows.append(new_row(*facts, item.quality))
+        else:
+            rows.append(new_row(*facts, text=texts[key]))
+        if key is not None:
+            texts[key] = rows[-1].metadata
     return rows
+
+
+def _metadata_key(metadata: Any) -> tuple[Any, ...] | None:
+    """Equal for metadata with the same JSON; None where that is not simple to tell."""
+    if type(metadata) is not dict or not all(type(value) in SIMPLE for value in metadata.values()):
+        return None
+    return tuple((key, type(value), value) for key, value in metadata.items())

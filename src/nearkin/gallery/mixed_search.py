@@ -9,9 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
+from nearkin.gallery import stored_as
 from nearkin.gallery.bridge_scale import Scale
 from nearkin.gallery.schema import Filter, Floats, Row, row_encoder
-from nearkin.gallery.stores import Store
+from nearkin.gallery.stores import Neighbours, Store
 
 __all__ = ["MixedRows", "Searched"]
 
@@ -34,16 +35,17 @@ class MixedRows:
         scale = self._scales.get(row_encoder(row.metadata))
         return cosine if scale is None else float(scale(np.array(cosine)))
 
-    def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
+    def nearest(self, query: Floats, k: int, filter: Filter | None, exact: bool = False) -> list[tuple[Row, float]]:
         """Nearest first, ties by id; see `stores.Store.nearest`."""
         count = k + SPARE
         while True:
-            found = self._store.nearest(query, count, filter)
+            found = stored_as.nearest(self._store, query, count, filter, exact)
             near = sorted(
                 ((row, self.similarity(row, cosine)) for row, cosine in found), key=lambda x: (-x[1], x[0].id)
             )
             if len(found) < count or near[k - 1][1] > self._most(found[-1][1]):
-                return near[:k]
+                proved = isinstance(found, Neighbours) and (found.proved, found.recall)
+                return Neighbours(near[:k], *proved) if proved else near[:k]
             count *= 2
 
     def _most(self, cosine: float) -> float:

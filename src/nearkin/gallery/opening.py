@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from nearkin.core import checks
-from nearkin.gallery import migration
+from nearkin.gallery import migration, stored_as
 from nearkin.gallery.items import Encoding
 from nearkin.gallery.schema import Facts
 from nearkin.gallery.stores import Store, hnsw
@@ -32,6 +32,7 @@ def open_store(
     timeout: float,
     device: str,
     max_pixels: int,
+    stored: str | None = None,
 ) -> tuple[Store, Facts, Encoding | None]:
     """See `Gallery.open`."""
     checks.positive("timeout", timeout)
@@ -51,9 +52,16 @@ def open_store(
                 raise ValueError(
                     f"{store.where}: no such gallery; nearkin enrol RUN SOURCE --gallery {store.where} makes it"
                 )
-            store.create(_new_facts(store, encoding, dim))
+            new = _new_facts(store, encoding, dim)
+            beyond = {} if stored is None else {"stored": stored_as.check_form(store, stored, new.dim)}
+            store.create(new.replace(beyond=beyond))
             facts = store.facts()
             assert facts is not None
+        elif stored is not None and facts.beyond.get("stored") != stored:
+            raise ValueError(
+                f"{store.where}: is stored as {facts.beyond.get('stored') or 'rows in memory'}, stored={stored!r} was "
+                f"asked for; change it with: nearkin gallery convert {store.where} --stored {stored}"
+            )
         return store, _check_encoder(store, facts, encoding), encoding
     except BaseException:
         store.close()
@@ -84,6 +92,8 @@ def existing_facts(store: Store) -> Facts:
 
 def describe_index(facts: Facts) -> str:
     """How a gallery is searched before it is warmed."""
+    if stored := facts.beyond.get("stored"):
+        return f"{stored} on disk, built at the first search"
     if facts.rows <= hnsw.EXACT:
         return f"exact, up to {hnsw.EXACT:,} rows"
     return "exact, until it is warmed (nearkin enrol, reindex and serve do)"

@@ -24,6 +24,7 @@ __all__ = [
     "Calibrator",
     "Candidate",
     "Hit",
+    "Hits",
     "Identity",
     "Verification",
     "calibration_file",
@@ -63,6 +64,15 @@ class Hit(NamedTuple):
     metadata: dict[str, Any]
     quality: float | None = None
     bridged: bool = False
+
+
+class Hits(list[Hit]):
+    """The hits of a search, nearest first. proved: whether they are proved to be those of the exact search; None where
+    the store does not tell. recall: where they are not, the share of the exact answer that such a search finds, as it
+    was measured when the index was built."""
+
+    proved: bool | None = None
+    recall: float | None = None
 
 
 class Candidate(NamedTuple):

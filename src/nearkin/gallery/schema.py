@@ -166,9 +166,11 @@ def new_row(
     vector: bytes,
     thumbnail: bytes,
     quality: float | None = None,
+    text: str | None = None,
 ) -> NewRow:
-    """The row of an item; name and metadata are limited to what both stores can keep."""
-    text = metadata_json(metadata, quality)
+    """The row of an item; name and metadata are limited to what both stores can keep. text: the metadata as JSON, where
+    it is known already."""
+    text = metadata_json(metadata, quality) if text is None else text
     return NewRow(content, label, _storable_name(name) if name else "", text, vector, thumbnail)
 
 

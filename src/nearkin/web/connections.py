@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ BACKLOG = 1024  # connections that the system holds before they are accepted
 # it takes that long until another one is closed.
 RESERVE = 4 * ACCEPTED_AT_ONCE + 64
 MIN_CONNECTIONS = 16
+YIELD = 0.001  # seconds in which a worker with more connections than others lets these take the next ones
 _FULL = json.dumps({"error": "too many connections; try again later"}).encode()
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -72,6 +74,8 @@ def protocol(limits: Limits, log: logging.Logger, metrics: Metrics | None = None
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             connections.add(self)
+            if counted.connected(len(connections)):
+                time.sleep(YIELD)
             if len(connections) > maximum:
                 warn()
                 longest_idle = next(iter(idle), None)
@@ -118,6 +122,7 @@ def protocol(limits: Limits, log: logging.Logger, metrics: Metrics | None = None
 
         def forget(self) -> None:
             connections.discard(self)
+            counted.connected(len(connections))
             idle.pop(self, None)
             _cancel(self.head_timer, self.write_timer)
             self.head_timer = self.write_timer = None

@@ -23,6 +23,7 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0) 
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 499, 500, 503)  # others are "other"
 ROUTES = 64  # rows of the table; the last one is for addresses that do not exist
 OTHER = "other"
+SLACK = 2  # connections that a worker may have more than another before it lets others take the next one
 COUNTERS = {
     "nearkin_rejected_total": "Requests and connections refused with 503 because the service was full or ending.",
     "nearkin_enrolled_rows_total": "Rows added, by requests and from folders.",
@@ -34,7 +35,8 @@ QUEUES = ("decoder", "decoder of large pictures", "encoder", "writer", "reader",
 _WIDTH = len(STATUSES) + 1 + len(BUCKETS) + 1 + 1  # per route: statuses, buckets, sum of seconds
 _SCALARS = ROUTES * _WIDTH
 _ACTIVE = _SCALARS + len(COUNTERS)
-_QUEUES = _ACTIVE + 1
+_CONNECTIONS = _ACTIVE + 1
+_QUEUES = _CONNECTIONS + 1
 _PID = _QUEUES + len(QUEUES)
 SIZE = _PID + 1
 
@@ -48,20 +50,26 @@ class Metrics:
     """The numbers of one process, and the sums over all. number: its row.
 
     file: a descriptor that all processes share, of `nbytes(processes)`; without it the numbers are this process's only.
+    begun: it counts among the processes from now on, else from `begin` on.
     """
 
-    def __init__(self, processes: int = 1, number: int = 0, file: int | None = None) -> None:
+    def __init__(self, processes: int = 1, number: int = 0, file: int | None = None, begun: bool = True) -> None:
         self._table: NDArray[np.float64]
         if file is None:
             self._table = np.zeros((processes, SIZE))
         else:
             self._table = np.frombuffer(mmap.mmap(file, nbytes(processes)), np.float64).reshape(processes, SIZE)
         self._own = self._table[number]
+        self._workers = slice(1 if processes > 1 else 0, None)  # without the supervisor, which has no connections
         self._lock = threading.Lock()  # of this row's writers: the event loop, and threads that enrol
         self._names: list[str] = []
         self._exact: dict[str, int] = {}
         self._patterns: list[tuple[re.Pattern[str], int]] = []
         self._own[_ACTIVE : _PID + 1] = 0
+        if begun:
+            self.begin()
+
+    def begin(self) -> None:
         self._own[_PID] = os.getpid()
 
     def name_routes(self, paths: Iterable[str]) -> None:
@@ -102,6 +110,12 @@ class Metrics:
         for name, items in waiting.items():
             self._own[_QUEUES + QUEUES.index(name)] = items
 
+    def connected(self, connections: int) -> bool:
+        """Open connections of this process; whether it has more than its share of those of all workers."""
+        self._own[_CONNECTIONS] = connections
+        answering = self._table[self._workers, _CONNECTIONS][self._table[self._workers, _PID] > 0]
+        return bool(connections > answering.min(initial=connections) + SLACK)
+
     def forget(self, number: int) -> None:
         """A process has ended: its counters stay, what was under way does not."""
         self._table[number, _ACTIVE : _PID + 1] = 0
@@ -113,12 +127,15 @@ class Metrics:
         for i, (name, words) in enumerate(COUNTERS.items()):
             lines += _family(name, "counter", words, [("", total[_SCALARS + i])])
         lines += _family("nearkin_requests_active", "gauge", "Requests under way.", [("", total[_ACTIVE])])
+        lines += _family("nearkin_connections", "gauge", "Open connections.", [("", total[_CONNECTIONS])])
         waiting = [(f'{{queue="{name}"}}', total[_QUEUES + i]) for i, name in enumerate(QUEUES)]
         lines += _family("nearkin_queue_length", "gauge", "Items that wait, by queue.", waiting)
         if rows is not None:
             lines += _family("nearkin_gallery_rows", "gauge", "Rows of the gallery.", [("", rows)])
         pids = {number: int(row[_PID]) for number, row in enumerate(self._table) if row[_PID]}
-        lines += _family("nearkin_processes", "gauge", "Processes of the service.", [("", len(pids))])
+        lines += _family(
+            "nearkin_processes", "gauge", "Processes that answer, and their supervisor.", [("", len(pids))]
+        )
         memory = [(f'{{process="{number}"}}', size) for number, pid in pids.items() if (size := _resident(pid))]
         words = "Resident memory of each process, shared pages included; 0 is the supervisor where there are workers."
         lines += _family("nearkin_resident_memory_bytes", "gauge", words, memory)

@@ -93,6 +93,7 @@ class Process:
 
         def begun(loop: asyncio.AbstractEventLoop) -> None:
             self.reloader.loop = loop
+            self.metrics.begin()
             started(loop)
 
         self.server = connections.server(settings, self.guard.end, PATIENCE, begun, self.link is None)

@@ -140,7 +140,7 @@ class Supervisor:
                         self._start(number)
                     self._start_enrolment()
                 if value.generation != self._generation:
-                    threading.Thread(target=self._catch_up, args=(value,), daemon=True).start()
+                    threading.Thread(target=self._catch_up_later, args=(value,), daemon=True).start()
             elif event == "exit":
                 if not announced:
                     return value.sentence or f"the first worker ended with status {value.process.returncode}"
@@ -299,6 +299,9 @@ class Supervisor:
             self._generation += 1
             for worker in workers:
                 self._swap(worker)
+            for worker in list(self._workers.values()):  # that have begun meanwhile, perhaps with the run before
+                if worker.ready:
+                    self._catch_up(worker)
             with self._writing:
                 if gallery is not None and self._gallery is not None:
                     self._gallery.close()
@@ -312,12 +315,17 @@ class Supervisor:
         with suppress(StoreUnavailable):  # it has died, and the next one opens the run as it is now
             worker.link.call("swap")
 
+    def _catch_up_later(self, worker: _Worker) -> None:
+        with self._reloading:
+            self._catch_up(worker)
+
     def _catch_up(self, worker: _Worker) -> None:
         """A worker that was starting during a reload may have opened the run before it."""
+        if worker.generation == self._generation:
+            return
         try:
-            with self._reloading:
-                worker.link.call("prepare")
-                self._swap(worker)
+            worker.link.call("prepare")
+            self._swap(worker)
         except (ReloadRefused, StoreUnavailable) as error:
             self._log.error("reload refused", extra={"fields": {"worker": worker.number, "text": str(error)}})
 

@@ -54,7 +54,7 @@ class Worker:
         log = request_logger(quiet=settings.quiet, worker=self.number)
         capture_server_logs(quiet=settings.quiet, worker=self.number)
         torch.set_num_threads(plain["threads"])
-        process = Process(settings, log, Metrics(*self._shared), self.link)
+        process = Process(settings, log, Metrics(*self._shared, begun=False), self.link)
         if plain["enrolling"] is not None:
             process.enrolment = RemoteEnrolment(plain["enrolling"])
         try:

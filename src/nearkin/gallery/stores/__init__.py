@@ -24,7 +24,7 @@ from nearkin.gallery.schema import (
     thumbnail_checksum,
 )
 
-__all__ = ["Added", "Decide", "IdArray", "Loader", "Report", "RowBatch", "Snapshot", "Store", "SumArray"]
+__all__ = ["Added", "Decide", "IdArray", "Loader", "Neighbours", "Report", "RowBatch", "Snapshot", "Store", "SumArray"]
 __all__ += ["Rewrite", "check_encoder"]
 __all__ += ["merge_sources", "plan_insert", "sound_notes", "stored_rows", "sum_array", "warn_damaged", "warn_lost"]
 
@@ -62,6 +62,17 @@ class Report(NamedTuple):
     @property
     def whole(self) -> bool:
         return not (self.bad or self.lost or self.notes)
+
+
+class Neighbours(list[tuple[Row, float]]):
+    """Rows and cosines, nearest first. proved: whether the answer equals that of the exact search; otherwise recall is
+    the share of that answer which such a search finds, as it was measured when the index was built."""
+
+    def __init__(
+        self, rows: Iterable[tuple[Row, float]] = (), proved: bool = True, recall: float | None = None
+    ) -> None:
+        super().__init__(rows)
+        self.proved, self.recall = proved, recall
 
 
 class RowBatch(NamedTuple):
@@ -183,7 +194,8 @@ class Store(Protocol):
         """Makes an empty gallery of vectors that of an encoder."""
 
     def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
-        """Nearest first, ties by id; only rows that match their checksum."""
+        """Nearest first, ties by id; only rows that match their checksum. A file's store has `exact` too, and returns
+        `Neighbours`."""
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]: ...
 

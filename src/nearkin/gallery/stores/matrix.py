@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nearkin.evaluation.retrieval.knn import kth_floor
 from nearkin.gallery.schema import Floats
 
-__all__ = ["BLOCK", "Ids", "Mask", "Matrix", "isin", "similarities"]
+__all__ = ["BLOCK", "Ids", "Mask", "Matrix", "has_int8_matmul", "isin", "one_thread", "round_rows", "similarities"]
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -59,7 +59,7 @@ class Matrix:
         self._rounded = torch.empty(0, dim, dtype=torch.int8)
         self._scales = torch.empty(0)
         self._error = 0.0  # the largest |x - x'|
-        self._int8 = _has_int8_matmul()
+        self._int8 = has_int8_matmul()
         self._reserve(room)
 
     def append(self, ids: Sequence[int], labels: Sequence[str], rows: Floats) -> None:
@@ -73,7 +73,7 @@ class Matrix:
         rounded, scales = self._rounded.numpy(), self._scales.numpy()
         for start in range(new.start, new.stop, ROUNDED):
             part = slice(start, min(start + ROUNDED, new.stop))
-            rounded[part], scales[part], error = _round(self.rows[part])
+            rounded[part], scales[part], error = round_rows(self.rows[part])
             self._error = max(self._error, float(error.max()))
         self.count = new.stop
 
@@ -102,7 +102,7 @@ class Matrix:
 
     def replace(self, at: int, vector: Floats) -> None:
         """Another vector (1, D) at a position."""
-        rounded, scale, error = _round(vector)
+        rounded, scale, error = round_rows(vector)
         self.rows[at : at + 1] = vector
         self._rounded[at : at + 1], self._scales[at : at + 1] = torch.from_numpy(rounded), torch.from_numpy(scale)
         self._error = max(self._error, float(error.max()))
@@ -128,6 +128,14 @@ class Matrix:
 
     def counts(self) -> dict[str, int]:
         return {label: int(self.label_counts[code]) for label, code in self.labels.items() if self.label_counts[code]}
+
+    def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
+        return {label: int(self.label_counts[self.labels[label]]) for label in labels if label in self.labels}
+
+    def label_sizes(self) -> dict[int, int]:
+        """How many labels have 1, 2, … rows."""
+        labels = np.bincount(self.label_counts)
+        return {int(rows): int(labels[rows]) for rows in np.flatnonzero(labels) if rows}
 
     def propose(self, query: Floats, k: int, allowed: Mask | None = None, start: int = 0) -> Ids:
         """Positions from `start` on that include the k nearest; `top_k` orders them."""
@@ -155,7 +163,7 @@ class Matrix:
         size, gathered = self.count - start, None
         if allowed is not None and SPARSE * np.count_nonzero(allowed) <= size:  # fewer bytes to read than a mask saves
             gathered, allowed = np.flatnonzero(allowed), None
-        with _one_thread():
+        with one_thread():
             near, slack = self._products(query, slice(start, self.count) if gathered is None else gathered + start)
             if allowed is not None:
                 near.masked_fill_(torch.from_numpy(~allowed), -torch.inf)
@@ -173,7 +181,7 @@ class Matrix:
         else:
             at = torch.from_numpy(positions)
             rows, scales = rows.index_select(0, at), scales.index_select(0, at)
-        rounded, scale, error = _round(query[None])
+        rounded, scale, error = round_rows(query[None])
         column = torch.from_numpy(rounded[0])[:, None].contiguous()
         near = torch._int_mm(rows, column).view(-1).float().mul_(scales)
         return near, (self._error + float(error[0]) * (1 + self._error) + 1e-5) / float(scale[0])
@@ -195,7 +203,7 @@ class Matrix:
             setattr(self, name, after)
 
 
-def _round(rows: Floats) -> tuple[NDArray[np.int8], Floats, NDArray[np.float64]]:
+def round_rows(rows: Floats) -> tuple[NDArray[np.int8], Floats, NDArray[np.float64]]:
     """Integers (n, D), the scale of each row, and |x - x'| with a margin for float32's own error."""
     scale = np.maximum(np.abs(rows).max(1), np.float32(1e-30)) / np.float32(127)
     rounded = np.rint(rows / scale[:, None])
@@ -203,7 +211,7 @@ def _round(rows: Floats) -> tuple[NDArray[np.int8], Floats, NDArray[np.float64]]
     return rounded.astype(np.int8), scale, error
 
 
-def _has_int8_matmul() -> bool:
+def has_int8_matmul() -> bool:
     """Whether this torch multiplies 8-bit integers on the CPU, correctly."""
     product: Any = getattr(torch, "_int_mm", None)
     if product is None:
@@ -217,7 +225,7 @@ def _has_int8_matmul() -> bool:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One query is too little work to be shared: threads that wait for one another cost more on a busy machine."""
     before = torch.get_num_threads()
     if before == 1:

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.gallery.schema import Facts, Filter, Floats, Row, pack, scalar_json, unpack
-from nearkin.gallery.stores import hnsw, sqlite_file, warn_damaged, warn_lost
+from nearkin.gallery.stores import Neighbours, hnsw, sqlite_file, warn_damaged, warn_lost
 from nearkin.gallery.stores.matrix import Mask, Matrix, isin
 
-__all__ = ["Columns", "MemoryIndex"]
+__all__ = ["Columns", "LoadedRows", "MemoryIndex", "has_changes"]
 
 MAX_HOLES = 1000  # removed rows below which compacting is not worth it
 MAX_COLUMNS = 32
@@ -83,7 +83,7 @@ class Columns:
 
 
 @dataclass
-class _LoadedRows:
+class LoadedRows:
     """The rows of one state of the file; positions of the matrix and the columns agree."""
 
     matrix: Matrix
@@ -101,6 +101,14 @@ class _LoadedRows:
         vectors = unpack([row.vector for row in rows], self.matrix.dim)
         self.matrix.append([row.id for row in rows], [row.label for row in rows], vectors)
         self.columns.append([row.metadata for row in rows])
+
+    def allowed(self, filter: Filter) -> Mask:
+        """Which positions pass."""
+        matrix = self.matrix
+        allowed = np.ones(matrix.count, bool) if filter.labels is None else matrix.has_label(filter.labels)
+        for key, values in filter.keys.items():
+            allowed &= self.columns.has_value(key, values)
+        return allowed
 
     def update(self, row: Row) -> bool:
         """Takes a changed row; whether its vector or its metadata are new."""
@@ -131,12 +139,14 @@ class _LoadedRows:
 class MemoryIndex:
     """Vectors, metadata and search index of one gallery. The caller holds a lock, and a snapshot of the file."""
 
+    stored = None  # no form on the disk
+
     def __init__(self, where: str, index_path: Path) -> None:
         self.where, self.index_path = where, index_path
         self.damaged: dict[int, str] = {}
         self.lost = 0
         self.index_state = ""
-        self._loaded: _LoadedRows | None = None  # complete, or None
+        self._loaded: LoadedRows | None = None  # complete, or None
         self._graph: hnsw.Graph | None = None
 
     def refresh(self, reader: Any, facts_of: FactsOf) -> Matrix:
@@ -146,7 +156,7 @@ class MemoryIndex:
         if loaded is not None and version == loaded.version:
             return loaded.matrix
         facts = facts_of(reader)
-        if loaded is not None and loaded.precedes(facts) and _has_changes(reader, loaded.change, facts.changes):
+        if loaded is not None and loaded.precedes(facts) and has_changes(reader, loaded.change, facts.changes):
             damaged = self._apply_changes(reader, loaded, facts)
         else:
             if loaded is not None:
@@ -158,11 +168,11 @@ class MemoryIndex:
         self.exclude(damaged)
         return loaded.matrix
 
-    def _load(self, reader: Any, facts: Facts) -> tuple[_LoadedRows, dict[int, str]]:
+    def _load(self, reader: Any, facts: Facts) -> tuple[LoadedRows, dict[int, str]]:
         """Reads all rows; if it is interrupted, nothing stays in memory."""
         self._loaded = None
         size = reader.execute("PRAGMA page_count").fetchone()[0] * reader.execute("PRAGMA page_size").fetchone()[0]
-        loaded = _LoadedRows(Matrix(facts.dim, min(facts.rows, size // (4 * facts.dim))), Columns(), facts.changes)
+        loaded = LoadedRows(Matrix(facts.dim, min(facts.rows, size // (4 * facts.dim))), Columns(), facts.changes)
         damaged: dict[int, str] = {}
         for rows, damaged_part in sqlite_file.read_batches(reader, 0):
             loaded.append(rows)
@@ -170,7 +180,7 @@ class MemoryIndex:
         self.damaged = {i: why for i, why in self.damaged.items() if i in damaged}
         return loaded, damaged
 
-    def _apply_changes(self, reader: Any, loaded: _LoadedRows, facts: Facts) -> dict[int, str]:
+    def _apply_changes(self, reader: Any, loaded: LoadedRows, facts: Facts) -> dict[int, str]:
         """Reads everything before it changes memory; if that change is interrupted, the next refresh reads all rows."""
         query = "SELECT DISTINCT id FROM changes WHERE seq > ? AND id < ?"
         touched = [i for (i,) in reader.execute(query, (loaded.change, loaded.next))]
@@ -204,8 +214,8 @@ class MemoryIndex:
             warn_lost(self.where, self.lost)
 
     def nearest(
-        self, reader: Any, facts_of: FactsOf, query: Floats, k: int, filter: Filter | None
-    ) -> list[tuple[Row, float]]:
+        self, reader: Any, facts_of: FactsOf, query: Floats, k: int, filter: Filter | None, exact: bool = False
+    ) -> Neighbours:
         """Rows and similarities, nearest first, each as the file has it now.
 
         An id that the file does not return (a damaged key, a row that another program deleted) is excluded, and twice
@@ -214,7 +224,8 @@ class MemoryIndex:
         """
         count, may_reload = k, True
         while True:
-            ids, similarity = self._propose(query, count, filter, count == k)
+            by_graph = self._graph is not None and filter is None and count == k and not exact
+            ids, similarity = self._propose(query, count, filter, by_graph)
             rows, damaged = sqlite_file.fetch(reader, ids.tolist())
             loaded = self._loaded
             assert loaded is not None
@@ -230,7 +241,8 @@ class MemoryIndex:
                 if i in rows and i not in changed
             ]
             if len(hits) == len(ids) or len(hits) >= k or count > loaded.matrix.count:
-                return hits[:k]
+                recall = self._graph.recall if by_graph and self._graph is not None else None
+                return Neighbours(hits[:k], not by_graph, recall)
             count *= 2
 
     def _propose(self, query: Floats, k: int, filter: Filter | None, by_graph: bool) -> tuple[Any, NDArray[np.float64]]:
@@ -238,11 +250,8 @@ class MemoryIndex:
         assert self._loaded is not None
         matrix = self._loaded.matrix
         if filter is not None:
-            allowed = np.ones(matrix.count, bool) if filter.labels is None else matrix.has_label(filter.labels)
-            for key, values in filter.keys.items():
-                allowed &= self._loaded.columns.has_value(key, values)
-            positions = matrix.propose(query, k, allowed)
-        elif self._graph is not None and by_graph:
+            positions = matrix.propose(query, k, self._loaded.allowed(filter))
+        elif by_graph and self._graph is not None:
             positions = self._graph.propose(matrix, query, k)
         else:
             positions = matrix.propose(query, k)
@@ -283,7 +292,7 @@ class MemoryIndex:
             self.index_path.unlink()
 
 
-def _has_changes(reader: Any, since: int, until: int) -> bool:
+def has_changes(reader: Any, since: int, until: int) -> bool:
     """Whether the file still has the record of every change since; not so after it was vacuumed."""
     if until == since:
         return True

@@ -24,7 +24,8 @@ SPARE = 16  # rows that exact search proposes beyond k
 DEEPEST = 1000  # hnsw.ef_search; pgvector takes no more
 STEP_COST = 20.0  # one more candidate of HNSW, in comparisons of a row that passes a filter
 FILTERS, SAMPLE = 256, 1000  # filters whose share of rows is remembered; rows that estimate it
-FEW = 0.05  # share of rows up to which a filter is answered by the index of metadata
+FEW = 100_000  # passing rows up to which the index of metadata finds them
+LIST_OF_ROWS = "SELECT set_config('work_mem', '32MB', true)"  # of those that pass, not of their pages
 COLUMNS = "id, content, label, name, metadata, vector_send(vector), sum"
 # What HNSW orders by: halfvec, or the Hamming distance of the signs, whose nearest are compared again in SQL.
 FORMS = {
@@ -97,7 +98,8 @@ class Search:
                 break  # the index gave up before enough rows passed, or among removed ones
             else:
                 return best(rows, query, k)[0]
-        return self._compare(cursor, query, k, filter, out, excluded, terms=share < FEW)
+        few = filter is not None and has_terms(facts) and share * facts.rows <= FEW
+        return self._compare(cursor, query, k, filter, out, excluded, terms=few)
 
     # --- by index
 
@@ -141,11 +143,11 @@ class Search:
         sample = f"SELECT count(*) FILTER (WHERE {where}), count(*) FROM {self.table} WHERE id = ANY(%s)"
         passed, sampled = cursor.execute(sample, [*values, ids]).fetchone()
         share = float(passed / max(1, sampled))
-        if share < FEW:
+        if share * facts.rows <= FEW:
             where, values = self.conditions(filter, (), terms=True)
-            cursor.execute("SELECT set_config('work_mem', '32MB', true)")  # a list of rows, not of pages
+            cursor.execute(LIST_OF_ROWS)
             count = cursor.execute(f"SELECT count(*) FROM {self.table} WHERE {where}", values).fetchone()[0]
-            share = min(float(count / max(1, facts.rows)), FEW / 1.01)
+            share = float(count / max(1, facts.rows))
         self._shares[name] = share, state
         if len(self._shares) > FILTERS:
             self._shares.popitem(last=False)
@@ -166,6 +168,8 @@ class Search:
         """More and more rows are proposed until the last one is too far to be among the k nearest."""
         count, slack = k + SPARE, 8 * len(query) * float(np.finfo(np.float32).eps)
         text = query_text(query)
+        if terms:
+            cursor.execute(LIST_OF_ROWS)
         others: set[int] = set()  # whose terms have the hash of another
         while True:
             where, values = self.conditions(filter, [*out, *others], terms=terms)
@@ -210,7 +214,7 @@ def _depth(facts: Facts, index: IndexFacts, k: int, share: float) -> int | None:
     if k + _spare(k) > DEEPEST:
         return None
     share = max(share, 1e-9)
-    depth = index.depth_for(k / share)
+    depth = index.depth_for(k / share * (2 if share < 1 else 1))  # among rows that pass, the nearest are farther
     steps = max(depth, (k + _spare(k)) / share)
     return None if share * facts.rows <= steps * STEP_COST else depth
 

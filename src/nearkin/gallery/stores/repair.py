@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearkin.gallery.schema import Facts, checksum, thumbnail_checksum
-from nearkin.gallery.stores import Report, hnsw, sqlite_file
+from nearkin.gallery.stores import Report, disk_index, hnsw, sqlite_file
 
 if TYPE_CHECKING:
     from nearkin.gallery.stores.sqlite import SqliteStore
@@ -51,10 +51,14 @@ def _check_thumbnails_and_facts(store: "SqliteStore", reader: Any) -> list[str]:
 
 
 def _check_index(path: Path, facts: Facts) -> list[str]:
-    if not path.exists() or hnsw.unavailable() is not None:
+    stored = facts.beyond.get("stored")
+    if not path.exists() or (stored is None and hnsw.unavailable() is not None):
         return []
     try:
-        hnsw.load(path, facts.index_id)
+        if stored is None:
+            hnsw.load(path, facts.index_id)
+        else:
+            disk_index.load(path, facts, stored)
     except ValueError as error:
         return [f"{path} is {error}; it is not used, and nearkin gallery reindex makes it again"]
     return []
@@ -80,6 +84,7 @@ def repair(store: "SqliteStore") -> tuple[int, Path]:
                 part, replacement_path(path, "repaired")
             )  # from here on the repair is finished, now or at the next opening
             aside = finish_replacement(path, store.timeout)
+            path.with_name(f"{path.name}.codes").unlink(missing_ok=True)  # of the rows before
     finally:
         fresh.close()
         unlink(part)

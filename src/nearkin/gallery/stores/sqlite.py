@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nearkin.core.errors import EncoderChanged, StoreUnavailable
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Renewed, Row
@@ -19,6 +17,7 @@ from nearkin.gallery.stores import (
     Added,
     Decide,
     Loader,
+    Neighbours,
     Report,
     Rewrite,
     check_encoder,
@@ -29,6 +28,7 @@ from nearkin.gallery.stores import (
     sqlite_file,
     sqlite_rewrite,
 )
+from nearkin.gallery.stores.disk_index import DiskIndex
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import MemoryIndex
 
@@ -43,6 +43,8 @@ SCHEMA = (
     "CREATE TABLE changes (seq INTEGER PRIMARY KEY, id INTEGER NOT NULL)",
 )
 
+# For a writer of a gallery whose index of contents has outgrown the usual cache: every new row changes a page of it.
+WRITING_MANY = ("cache_size = -262144", "wal_autocheckpoint = 16384")
 NOTES = "CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, content TEXT NOT NULL, sum BLOB NOT NULL)"
 
 
@@ -61,10 +63,13 @@ class SqliteStore:
         self._gallery: str | None = None
         self.fingerprint: str | None = None
         self._closed = False
-        self.index = self._new_index()
+        self._stored: str | None = None  # the form of the index on the disk; None: the rows are in memory
+        self.index: MemoryIndex | DiskIndex = self._new_index()
 
-    def _new_index(self) -> MemoryIndex:
-        return MemoryIndex(self.where, self.path.with_name(self.path.name + ".hnsw"))
+    def _new_index(self) -> MemoryIndex | DiskIndex:
+        if self._stored is None:
+            return MemoryIndex(self.where, self.path.with_name(self.path.name + ".hnsw"))
+        return DiskIndex(self.where, self.path.with_name(self.path.name + ".codes"), self._stored)
 
     @property
     def damaged(self) -> dict[int, str]:
@@ -77,6 +82,15 @@ class SqliteStore:
     @property
     def index_state(self) -> str:
         return self.index.index_state
+
+    @property
+    def stored(self) -> str | None:
+        return self._stored
+
+    @property
+    def index_figures(self) -> dict[str, Any]:
+        """Form, size and recall of an index on the disk."""
+        return self.index.figures() if isinstance(self.index, DiskIndex) else {}
 
     # --- opening
 
@@ -202,11 +216,11 @@ class SqliteStore:
 
     # --- reading
 
-    def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
-        with self._refreshed() as (reader, matrix):
-            if len(query) != matrix.dim:
+    def nearest(self, query: Floats, k: int, filter: Filter | None, exact: bool = False) -> Neighbours:
+        with self._refreshed() as (reader, rows):
+            if len(query) != rows.dim:
                 raise EncoderChanged(self.where)
-            return self.index.nearest(reader, self.require_facts, query, k, filter)
+            return self.index.nearest(reader, self.require_facts, query, k, filter, exact)
 
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
         with self.read_lock, self.sqlite_errors():
@@ -223,27 +237,42 @@ class SqliteStore:
         return row[0]
 
     def counts(self) -> dict[str, int]:
-        with self._refreshed() as (_, matrix):
-            return matrix.counts()
+        with self._refreshed() as (_, rows):
+            return rows.counts()
 
     def label_sizes(self) -> dict[int, int]:
-        with self._refreshed() as (_, matrix):
-            labels = np.bincount(matrix.label_counts)
-            return {int(rows): int(labels[rows]) for rows in np.flatnonzero(labels) if rows}
+        with self._refreshed() as (_, rows):
+            return rows.label_sizes()
 
     def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
-        with self._refreshed() as (_, matrix):
-            codes = matrix.labels
-            return {label: int(matrix.label_counts[codes[label]]) for label in labels if label in codes}
+        with self._refreshed() as (_, rows):
+            return rows.counts_of(labels)
 
     @contextmanager
-    def _refreshed(self) -> Iterator[tuple[Any, Matrix]]:
-        """A reader with a snapshot of the file, and the rows of that snapshot in memory."""
+    def _refreshed(self) -> Iterator[tuple[Any, Matrix | DiskIndex]]:
+        """A reader with a snapshot of the file, and the rows of that snapshot in the index."""
+        with self._snapshot() as reader:
+            index = self._current_index(reader)
+            rows = index.refresh(reader, self.require_facts)
+            if self._current_index(reader) is not index:  # another process has changed the form
+                rows = self.index.refresh(reader, self.require_facts)
+            yield reader, rows
+
+    def _current_index(self, reader: Any) -> MemoryIndex | DiskIndex:
+        """Of the form that the gallery has now."""
+        if self._gallery is None:
+            self.require_facts(reader)
+        if self.index.stored != self._stored:
+            self.index = self._new_index()
+        return self.index
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[Any]:
         with self.read_lock, self.sqlite_errors():
             reader = self.connection(False)
             with sqlite_file.snapshot(reader):
                 self._check_not_overwritten(reader)
-                yield reader, self.index.refresh(reader, self.require_facts)
+                yield reader
 
     def scan(self) -> Iterator[Row]:
         last: int | None = 0
@@ -257,14 +286,28 @@ class SqliteStore:
 
     def warm(self, progress: Callable[[int, int], None] | None = None) -> None:
         with self.read_lock:
-            with self._refreshed() as (reader, matrix):
-                facts = self.require_facts(reader)
-            self.index.warm(matrix, facts, progress)
+            with self._snapshot() as reader:
+                index = self._current_index(reader)
+                if isinstance(index, DiskIndex):
+                    index.warm(reader, self.require_facts, progress)
+                    return
+                matrix, facts = index.refresh(reader, self.require_facts), self.require_facts(reader)
+            index.warm(matrix, facts, progress)
 
     def reindex(self, progress: Callable[[int, int], None] | None = None) -> None:
         with self.read_lock:
-            self.index.forget_graph()
+            with self._snapshot() as reader:
+                self._current_index(reader).forget_graph()
             self.warm(progress)
+
+    def store_as(self, stored: str | None) -> None:
+        """Changes the form of the index: see `stored_forms`; None: the rows are in memory."""
+        with self.transaction() as (writer, facts):
+            others = {key: value for key, value in facts.beyond.items() if key != "stored"}
+            self.write_facts(writer, facts.replace(beyond=others | ({} if stored is None else {"stored": stored})))
+        for ending in (".codes", ".hnsw"):
+            if ending != (".hnsw" if stored is None else ".codes"):
+                self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> Report:
         return repair.check(self, progress)
@@ -280,11 +323,8 @@ class SqliteStore:
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite_bulk.SqliteSnapshot]:
-        with self.read_lock, self.sqlite_errors():
-            reader = self.connection(False)
-            with sqlite_file.snapshot(reader):
-                self._check_not_overwritten(reader)
-                yield sqlite_bulk.SqliteSnapshot(reader, self.require_facts(reader))
+        with self._snapshot() as reader:
+            yield sqlite_bulk.SqliteSnapshot(reader, self.require_facts(reader))
 
     def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
         return sqlite_bulk.load(self.path, overwrite, self.timeout)
@@ -335,6 +375,8 @@ class SqliteStore:
             try:
                 if writer.in_transaction:  # the previous call was interrupted on its way out
                     writer.execute("ROLLBACK")
+                for pragma in WRITING_MANY if self._stored is not None else ():
+                    writer.execute(f"PRAGMA {pragma}")
                 writer.execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error):
@@ -372,6 +414,7 @@ class SqliteStore:
         if self._gallery not in (None, facts.gallery):
             raise StoreUnavailable(f"{self.where}: holds another gallery than the one that was opened; open it again")
         self._gallery, self.fingerprint = facts.gallery, facts.fingerprint
+        self._stored = facts.beyond.get("stored")
         return facts
 
     @staticmethod

@@ -97,7 +97,7 @@ class Compatible(_Section):
     """An old run whose rows the new embeddings are to search; `compatible.CompatibleLoss`."""
 
     run: str | None = None  # its folder, or the name of a pretrained encoder
-    method: Literal["classes", "items", "regression"] | None = None
+    method: Literal["classes", "items", "regression"] | None = None  # the term that holds new embeddings to old ones
     weight: float | None = Field(default=None, gt=0)  # of the term beside the loss
     class_share: float | None = Field(default=None, ge=0, le=1)  # regression: of the class mean in what is aimed at
     scale: float | None = Field(default=None, gt=0)  # classes, items: what the cosines are multiplied by
