@@ -135,7 +135,7 @@ def faults(path):
             name = getattr(node.func, "attr", "")
             if name in ("get_context", "set_start_method") and "'fork" in ast.unparse(node):
                 yield f"{line} forks"
-            if name == "kill" and ast.unparse(node.args[-1]) == "0":
+            if name == "kill" and node.args and ast.unparse(node.args[-1]) == "0":
                 function = next((p for p in reversed(parents) if isinstance(p, ast.FunctionDef)), node)
                 if "win32" not in ast.unparse(function):
                     yield f"{line} would send Ctrl-C on Windows"

@@ -22,7 +22,7 @@ def metadata(monkeypatch):
 
 
 def test_every_extra_for_users_is_listed():
-    assert set(environment.EXTRAS) == set(EXTRAS) - {"demo", "test", "dev"}
+    assert set(environment.EXTRAS) == set(EXTRAS) - {"demo", "test", "dev", "docs"}
 
 
 def test_the_state_is_json_and_true(tmp_path):

@@ -8,9 +8,9 @@
 A kill before 3 leaves the gallery as it was; after it, the same command goes on with 4.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ __all__ = ["FEWEST", "Pairs", "Upgraded", "renew", "split_classes", "upgrade"]
 
 FEWEST = 200  # pairs
 MOST = 10_000  # pairs
+LOOKED_UP = 10_000  # rows between two reports of progress
 HELD_OUT = 0.4  # share of the classes, or of the items without labels
 FEWEST_CLASSES = 10  # labels, below which items are held out and not classes
 BATCH = 256  # rows per transaction, and items encoded at a time
@@ -178,15 +179,19 @@ def _switch(
 def _embed_rows(store: Store, facts: Facts, encoding: Encoding, report: Progress) -> tuple[dict[int, Any], list[Row]]:
     """Of up to `MOST` rows whose originals are there: the new embedding by id, and the rows."""
     originals, known, rows = Originals(facts.sources, encoding), dict[int, Any](), list[Row]()
-    step = max(1, -(-facts.rows // MOST))
-    chosen = (row for i, row in enumerate(store.scan()) if i % step == 0)
-    total, done = -(-facts.rows // step), 0
-    while batch := list(islice(chosen, BATCH)):
+    there = array("q")  # of all rows: a few originals among many uploads are enough for a bridge
+    for done, row in enumerate(store.scan(), 1):
+        if originals.has(row):
+            there.append(row.id)
+        if done % LOOKED_UP == 0:
+            report("looking for originals", done, max(done, facts.rows))
+    chosen = there[:: max(1, -(-len(there) // MOST))]
+    for start in range(0, len(chosen), BATCH):
+        batch = list(store.rows(chosen[start : start + BATCH].tolist()).values())
         embedded = originals.embedded(batch)
         known |= embedded
         rows += [row for row in batch if row.id in embedded]
-        done += len(batch)
-        report("embedding originals", done, max(done, total))
+        report("embedding originals", start + len(batch), len(chosen))
     return known, rows
 
 

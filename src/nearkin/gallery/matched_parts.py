@@ -125,15 +125,21 @@ def row_pictures(store: Store, id: int) -> list[RowPicture]:
     return pictures
 
 
+def has_original(name: str) -> bool:
+    """Whether the name is the path of a regular file that is not too large."""
+    if not os.path.dirname(name) or "\0" in name:
+        return False
+    with suppress(OSError, ValueError):
+        path = Path(name)
+        return path.is_file() and path.stat().st_size <= MAX_FILE
+    return False
+
+
 def original(name: str) -> bytes:
     """The content of a regular file; empty where there is none."""
-    if not os.path.dirname(name) or "\0" in name:
-        return b""
-    try:
-        path = Path(name)
-        return path.read_bytes() if path.is_file() and path.stat().st_size <= MAX_FILE else b""
-    except (OSError, ValueError):
-        return b""
+    with suppress(OSError):
+        return Path(name).read_bytes() if has_original(name) else b""
+    return b""
 
 
 def explain_row(

@@ -22,6 +22,12 @@ class Originals:
         self._sources, self._encoding = list(sources), encoding
         self._opened: dict[str, tuple[Items, dict[str, int]] | None] = {}
 
+    def has(self, row: Row) -> bool:
+        """Whether something may be there, without reading it: `read` decides whether it is what was enrolled."""
+        if self._encoding.takes_pictures and matched_parts.has_original(row.name):
+            return True
+        return any(self._position(source, row.name) is not None for source in self._sources)
+
     def read(self, row: Row) -> RawItem | None:
         """The item, if it is what was enrolled, by the hash of its content."""
         for content in self._contents(row):
@@ -41,16 +47,21 @@ class Originals:
         if self._encoding.takes_pictures and (content := matched_parts.original(row.name)):
             yield content
         for source in self._sources:
-            prefix = source.rstrip("/") + "/"
-            opened = self._source(source) if row.name.startswith(prefix) else None
-            if opened is None or row.name[len(prefix) :] not in opened[1]:
+            if (position := self._position(source, row.name)) is None:
                 continue
-            items, at = opened[0], opened[1][row.name[len(prefix) :]]
+            items, at = position
             with suppress(OSError, ValueError):
                 if items.vectors is not None:
                     yield items.vectors[at]
                 elif items.pictures is not None:
                     yield items.pictures.read(at)
+
+    def _position(self, source: str, name: str) -> tuple[Items, int] | None:
+        """Where a source has the item of this name."""
+        prefix = source.rstrip("/") + "/"
+        opened = self._source(source) if name.startswith(prefix) else None
+        at = None if opened is None else opened[1].get(name[len(prefix) :])
+        return None if opened is None or at is None else (opened[0], at)
 
     def _source(self, source: str) -> tuple[Items, dict[str, int]] | None:
         """The items of a source by name; None where it cannot be opened any more."""

@@ -23,6 +23,7 @@ EXTRAS = {
     "lite2": "EfficientNet-Lite2",
     "vision": "timm: encoders",
     "hf": "hf: encoders of transformers",
+    "datasets": "Hugging Face datasets as a source (hf-dataset:NAME)",
     "report": "t-SNE maps and plots of the report, HDBSCAN",
     "serve": "nearkin serve",
     "glyphs": "typefaces of the glyphs set",
