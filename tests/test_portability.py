@@ -23,6 +23,7 @@ from nearkin.data.item_set import Pairs
 from nearkin.dist import heartbeat
 from nearkin.training.checkpoint import checkpoints
 from nearkin.training.prepare import Prepared
+from nearkin.web import supervisor
 
 SOURCE = Path(nearkin.__file__).parent
 ROOT = SOURCE.parents[1]
@@ -104,6 +105,9 @@ def is_text_without_encoding(call):
     return not any("b" in mode for mode in modes) if modes or named else False
 
 
+NOT_ON_WINDOWS = ("supervisor.py", "worker.py")  # of nearkin serve --workers, which is refused there
+
+
 def faults(path):
     """Every line of a file that another system would stumble over."""
 
@@ -139,6 +143,12 @@ def faults(path):
                 function = next((p for p in reversed(parents) if isinstance(p, ast.FunctionDef)), node)
                 if "win32" not in ast.unparse(function):
                     yield f"{line} would send Ctrl-C on Windows"
+
+
+def test_several_workers_are_refused_on_windows(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ValueError, match=r"workers must be 1 on Windows.*, got 2"):
+        supervisor.check_workers(2)
 
 
 def test_the_source_asks_no_system_for_what_others_lack():

@@ -191,6 +191,6 @@ def _shown(path: str) -> str:
 def _resident(pid: int) -> int:
     """Bytes; 0 where the system does not tell (other than Linux), or the process has ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError, AttributeError):
         return 0

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -122,17 +121,17 @@ def _check_idle(enrolment: Enrolment | None) -> None:
 
 
 def _reload_on_hangup(process: Process, loop: asyncio.AbstractEventLoop) -> None:
-    """SIGHUP reads the run again."""
-    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
-        return
+    """SIGHUP reads the run again, where the system has it."""
 
     def reload() -> None:
         with suppress(ReloadRefused, QueueFull):  # it is in the log
             process.reloader.reload()
 
-    loop.add_signal_handler(
-        signal.SIGHUP, connections.on_hangup(lambda: threading.Thread(target=reload, daemon=True).start(), process.end)
-    )
+    def started() -> None:
+        threading.Thread(target=reload, daemon=True).start()
+
+    if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+        loop.add_signal_handler(signal.SIGHUP, connections.on_hangup(started, process.end))
 
 
 def _bind(host: str, port: int) -> socket.socket:
