@@ -8,6 +8,7 @@ much; `<!-- not run: reason -->` before a block leaves it out.
 import contextlib
 import io
 import os
+import random
 import re
 import shlex
 import signal
@@ -78,6 +79,8 @@ class Reader:
         return wrong
 
     def run(self, block: Block) -> str:
+        if "nearkin serve" in block.code:
+            self.port = _free_port()
         code = block.code.replace(PORT, str(self.port))
         return self.shell(code) if block.language == "bash" else self.python(code)
 
@@ -133,9 +136,11 @@ def environment() -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that systems give to connections, so that none takes it before the service does."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no free port")
 
 
 def difference(shown: str, printed: str, tolerance: float) -> str:

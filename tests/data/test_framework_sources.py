@@ -262,13 +262,13 @@ def test_map_datasets_of_tensors_and_bad_ones():
 
 SMALL = [
     "data.size=16",
-    "data.val=0",
     "encoder.name=small-cnn",
     "encoder.dim=8",
-    "sampler.classes=2",
+    "sampler.per_class=2",
+    "sampler.batch=4",
     "training.epochs=3",
 ]
-SMALL += ["training.workers=0", "training.device=cpu", 'loss.name="supcon"', 'data.split="own"']
+SMALL += ["training.workers=0", "training.device=cpu", 'loss.name="supcon"', "data.official=true", "training.batches=4"]
 
 
 @pytest.mark.slow

@@ -160,7 +160,8 @@ def test_targets_are_searched_half_by_half():
 @pytest.mark.slow
 def test_new_queries_find_old_rows(home, tmp_path):
     """Far beyond what an unrelated network finds; everything that a run says of it is there."""
-    longer = ["training.batches=60", "compatible.method=regression", "optimizer.lr=0.01", "encoder.dim=8"]
+    longer = ["training.batches=150", "compatible.method=regression", "optimizer.lr=0.01", "encoder.dim=8"]
+    longer += ["compatible.class_share=0.0", "compatible.weight=10.0"]
     events = []
     out = tmp_path / "new"
     outcome = training.train(recipe_of(home, *longer), out, events.append)
@@ -171,7 +172,7 @@ def test_new_queries_find_old_rows(home, tmp_path):
     rows = load_file(out / FILE)["rows"][torch.from_numpy(alone.test.indices)]
     unrelated = cross_metrics(alone.embeddings, rows, alone.test, False, CPU)["old_map@r"]
     across = facts["test"]["new_old"]["map@r"]["value"]
-    assert across > unrelated + 0.2
+    assert across > unrelated + 0.6 * (facts["test"]["old_old"]["map@r"]["value"] - unrelated), facts["test"]
     assert set(facts["test"]) == {"old_old", "new_old", "new_new"} and set(facts["against"]) == {"new_old", "new_new"}
     assert facts["test"]["new_new"]["map@r"]["value"] == pytest.approx(
         outcome.results["test"]["trained"]["map@r"]["value"]
