@@ -1,6 +1,7 @@
 """Pieces of work in threads of one torch thread each."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,3 +56,22 @@ def test_an_error_comes_in_its_turn_and_ends_the_threads(three_threads):
     with pytest.raises(ValueError, match="piece 2"):
         next(results)
     assert not [t for t in threading.enumerate() if t.name.startswith("nearkin-encode")]
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_interrupt_while_threads_start_leaves_none_waiting(three_threads, monkeypatch, after):
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *work):
+            if len(self._threads) == after:
+                raise KeyboardInterrupt
+            return super().submit(*work)
+
+    def interrupted():
+        with pytest.raises(KeyboardInterrupt):
+            list(cpu_pool.mapped(str, range(6)))
+
+    monkeypatch.setattr(cpu_pool, "ThreadPoolExecutor", Interrupted)
+    thread = threading.Thread(target=interrupted, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()

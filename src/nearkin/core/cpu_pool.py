@@ -8,6 +8,7 @@ both.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -45,7 +46,8 @@ def _started(workers: int) -> tuple[ThreadPoolExecutor, Callable[[], None]]:
     def start() -> None:
         torch.get_num_threads()  # a thread takes the number of all threads when it first asks, and only then its own
         torch.set_num_threads(1)
-        ready.wait()
+        with suppress(threading.BrokenBarrierError):
+            ready.wait()
 
     pool = ThreadPoolExecutor(workers, "nearkin-encode", start)
 
@@ -56,6 +58,9 @@ def _started(workers: int) -> tuple[ThreadPoolExecutor, Callable[[], None]]:
                 for _ in range(workers):
                     pool.submit(int)
                 ready.wait()
+            except BaseException:  # a signal: threads that wait for the others would wait for ever
+                ready.abort()
+                raise
             finally:
                 torch.set_num_threads(before)
 
