@@ -1,13 +1,17 @@
 """Backward-compatible training: old, new–old and new–new retrieval, with and without it, on glyphs and birds.
 
-    python studies/compatible.py --out FOLDER [--data FOLDER] [--sets glyphs birds] [--seeds 2] [--choose] [--quick]
+    python studies/compatible.py --out FOLDER [--data FOLDER] [--sets glyphs birds] [--seeds 2] [--device cuda]
+                                 [--choose] [--quick]
 
 The old run has seen half of the training classes; the new one sees all, with a larger encoder:
 
 - glyphs: small-cnn of width 8, then of width 12, both from scratch with ArcFace and 128 dimensions;
 - birds: frozen features of efficientnet-lite0 for reduced photos of CUB-200-2011 in FOLDER/CUB_200_2011, as in
   short_embeddings.py, under an MLP without a hidden layer, then one of 512, both with SupCon and 64 dimensions;
-- narrow: the same, but the old run has read the first 160 of the 1280 features only: a weaker backbone.
+- narrow: the same, but the old run has read the first 160 of the 1280 features only: a weaker backbone;
+- long: glyphs again, the new run three times as long, of the default width;
+- photos: the reduced photos themselves, efficientnet-lite0 at 112 px, then efficientnet-lite2 at 192 px, fine-tuned
+  with Proxy-Anchor and 128 dimensions (wants a GPU).
 
 --choose trains with every method and weight of `CHOICES`, and prints what validation says of each, which is how the
 defaults were found; test figures are not looked at. Without it the default is compared with a new run that knows
@@ -48,6 +52,12 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 SETS["narrow"] = SETS["birds"]
+SETS["long"] = SETS["glyphs"] | {"new": {"training.epochs": 18}}
+SETS["photos"] = {
+    "both": {"loss.name": "proxy-anchor", "encoder.dim": 128, "finetune.train": "all", "finetune.interpolate": False},
+    "old": {"encoder.name": "efficientnet-lite0", "data.size": 112, "training.epochs": 6},
+    "new": {"encoder.name": "efficientnet-lite2", "data.size": 192, "training.epochs": 12},
+}
 NARROW = 160
 CHOICES: list[dict[str, Any]] = [
     {"method": "regression", "weight": 10.0, "class_share": 0.0},
@@ -68,15 +78,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="where features, runs and figures are written")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--choose", action="store_true", help="compare methods and weights on validation")
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     options = parser.parse_args(argv)
-    if set(options.sets) - {"glyphs"} and options.data is None:
+    if set(options.sets) - {"glyphs", "long"} and options.data is None:
         parser.error("birds need --data, the folder with CUB_200_2011")
     options.out.mkdir(parents=True, exist_ok=True)
     started, results = time.monotonic(), dict[str, list[dict[str, Any]]]()
     for name in options.sets:
-        source = "glyphs" if name == "glyphs" else str(birds(options.data, options.out, options.quick))
+        source = source_of(name, options)
         results[name] = []
         for seed in range(options.seeds):
             old = old_run(name, source, seed, options)
@@ -90,9 +101,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     files.write_json(options.out / file, content | {"seconds": round(time.monotonic() - started)})
 
 
+def source_of(name: str, options: argparse.Namespace) -> str:
+    if name in ("glyphs", "long"):
+        return "glyphs"
+    return "cub200" if name == "photos" else str(birds(options.data, options.out, options.quick))
+
+
 def settings_of(name: str, which: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    settings = {**SETS[name]["both"], **SETS[name][which], "training.seed": seed, "training.device": "cpu"}
+    settings = {**SETS[name]["both"], **SETS[name][which], "training.seed": seed, "training.device": options.device}
+    settings |= root_of(name, options)
     return settings | ({"training.epochs": 1, "training.batches": 4} if options.quick else {})
+
+
+def root_of(name: str, options: argparse.Namespace) -> dict[str, str]:
+    return {"data.root": str(options.data / "CUB_200_2011")} if name == "photos" else {}
 
 
 def old_run(name: str, source: str, seed: int, options: argparse.Namespace) -> Path:
@@ -101,7 +123,8 @@ def old_run(name: str, source: str, seed: int, options: argparse.Namespace) -> P
     if (folder / "encoder.json").is_file():
         return folder
     settings = settings_of(name, "old", seed, options)
-    prepared = prepare(read(None, [f"data.source={source}"]))
+    root = [f"{key}={value}" for key, value in root_of(name, options).items()]
+    prepared = prepare(read(None, [f"data.source={source}", *root]))
     labels = prepared.items.labels
     assert labels is not None
     train = prepared.parts.train

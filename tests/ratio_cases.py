@@ -76,10 +76,18 @@ def batch(shape: Shape, labels: str = "few integers", kind: torch.dtype = torch.
     return [x[:number], y[:number], x[number:], y[number:]]
 
 
-def near(number: int, dim: int) -> list[Any]:
-    """A collapsed batch: all items within 1e-4 of one point."""
+def near(number: int, dim: int, scale: float = 1e-4) -> list[Any]:
+    """A collapsed batch: all items within `scale` of one point."""
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(dim, generator=g) + 1e-4 * torch.randn(number, dim, generator=g)
+    x = torch.randn(dim, generator=g) + scale * torch.randn(number, dim, generator=g)
+    return [x, torch.randint(0, 9, (number,), generator=g), None, None]
+
+
+def clusters(number: int, dim: int) -> list[Any]:
+    """Items of which three at a time are nearly the same."""
+    g = torch.Generator().manual_seed(4)
+    centres = torch.randn(-(-number // 3), dim, generator=g).repeat_interleave(3, 0)[:number]
+    x = centres + 1e-4 * torch.randn(number, dim, generator=g)
     return [x, torch.randint(0, 9, (number,), generator=g), None, None]
 
 

@@ -18,6 +18,7 @@ from ratio_cases import LABELS, SETTINGS
 pytestmark = pytest.mark.slow
 
 ALONE, MET = (21, None, 5), (6, 40, 20)  # several tiles with ragged ends; D = 20 comes in two chunks
+DIGITS = ("few integers", "continuous", "huge", "vectors")
 ODD = [(1, None, 3), (2, None, 4), (1, 1, 1), (4, 1, 3)]
 
 
@@ -41,6 +42,22 @@ def judge_kernels():
     verdicts["edges"] = edges()
     verdicts |= in_many_pieces()
     print(json.dumps(verdicts))
+
+
+def judge_digits():
+    """As on a GPU without float64 on its matrix units: judged by plain torch with float64 inside."""
+    kernels.set_float64_units(False)
+    verdicts = {f"{name} {ALONE}": ratio_cases.judged(ratio_cases.batch(ALONE, name)) for name in DIGITS}
+    for name in ("mirrored", "vectors"):
+        verdicts[f"{name} {MET}"] = ratio_cases.judged(ratio_cases.batch(MET, name, seed=3))
+    verdicts["each anchor"] = ratio_cases.judged(ratio_cases.batch((9, 12, 3)), reduction="none")
+    verdicts["unit rows"] = ratio_cases.judged(ratio_cases.batch((21, None, 40)), normalize=True)
+    verdicts["bfloat16"] = ratio_cases.judged(ratio_cases.batch((9, 12, 6), kind=torch.bfloat16))
+    for scale in (1e-2, 1e-4, 1e-6):
+        verdicts[f"within {scale}"] = ratio_cases.judged(ratio_cases.near(12, 40, scale))
+    verdicts["near ones among far ones"] = ratio_cases.judged(ratio_cases.clusters(21, 20))
+    verdicts["matrix"] = ratio_cases.judged(ratio_cases.matrix(12, None, 4))
+    print(json.dumps(verdicts | in_many_pieces()))
 
 
 def in_many_pieces():
@@ -144,6 +161,15 @@ def test_as_exact_as_plain_torch(verdicts):
             assert ours <= theirs + 1e-6, (name, case)
 
 
+def test_digits_are_as_exact_as_float64():
+    judged = interpreted(__file__, "judge_digits")
+    assert len(judged) == len(DIGITS) + 2 + 3 + 3 + 2 + 4
+    for name, case in judged.items():
+        assert case["served"] == 1, name
+        for ours, theirs in zip(case["kernel"], case["torch"], strict=True):
+            assert ours <= theirs + 1e-6, (name, case)
+
+
 def test_edges(verdicts):
     assert len(verdicts["edges"]) == 14
     assert not [name for name, good in verdicts["edges"].items() if not good]
@@ -153,7 +179,6 @@ def test_who_is_served(monkeypatch):
     if not kernels.installed():
         pytest.skip("triton 3.4 or newer is not installed (pip install triton)")
     monkeypatch.setattr(eligible, "possible", lambda device, interpreted: True)
-    monkeypatch.setattr(kernels, "has_float64_units", lambda tensor: True)
     x, y = torch.randn(6, 4), torch.randn(6)
 
     def served(impl="triton", reduction="mean", x=x, labels=y, references=None, reference_labels=None, max_memory=None):
@@ -171,7 +196,7 @@ def test_who_is_served(monkeypatch):
     results = []
     torch.func.grad(lambda t: results.append(served(x=t)) or t.sum())(x)
     assert results == [False]
-    monkeypatch.setattr(kernels, "has_float64_units", lambda tensor: False)
+    monkeypatch.setattr(eligible, "possible", lambda device, interpreted: False)
     assert not served()
 
 

@@ -10,11 +10,15 @@ first kernel is launched.
 
 stats: rows of float64, one entry per anchor. runs: for each sorted reference where the run of its equals starts, and
 where it ends, (2, R). number: how many references count for each anchor, (B,).
+
+Of rows as digits (`digit_kernels`) the last bit of `inverse`, and of the slope that takes its place, says whether the
+pair is near: the gradient takes such pairs by their differences.
 """
 
+from nearkin.kernels import digit_kernels
 from nearkin.kernels.numerics import tl, triton
-from nearkin.kernels.pair_kernels import ROUNDING, _products, _rows, _taint
-from nearkin.kernels.row_kernels import ID, SQUARED, fact, input_gradient, squared_distances
+from nearkin.kernels.pair_kernels import ROUNDING, _products, _rows, _taint, _whole
+from nearkin.kernels.row_kernels import ID, SQUARED, fact, input_gradient, original, squared_distances
 
 LN2 = tl.constexpr(0.6931471805599453)
 INFINITE = tl.constexpr(0x7FF0000000000000)  # bits of float64
@@ -38,6 +42,18 @@ def _log_ratio(near, gap_bits):
 def _leading(bits):
     """The digits of float64 bits as a number from 1 to 2, float32."""
     return ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _marked(slope, near):
+    """Float32 whose last bit is `near` (1 or 0)."""
+    return ((slope.to(tl.int32, bitcast=True) & -2) | near).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mark(slope):
+    """The last bit of float32."""
+    return slope.to(tl.int32, bitcast=True) & 1
 
 
 @triton.jit
@@ -86,19 +102,18 @@ def _ranks(labels, anchor_labels, x, values, order, runs, number, in_order, othe
 
 @triton.jit(do_not_specialize=["first", "skip", "count", "size", "tiles", "span"])
 def _ratios(a, b, gaps, ratios, inverse, sums, first, skip, count, size, others, dim, tiles, span, epsilon,
-            MATRIX: tl.constexpr, RUNNING: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr,
-            M: tl.constexpr, T: tl.constexpr):  # fmt: skip
+            MATRIX: tl.constexpr, RUNNING: tl.constexpr, SELF: tl.constexpr, PAD: tl.constexpr, K: tl.constexpr,
+            ONCE: tl.constexpr, M: tl.constexpr, T: tl.constexpr):  # fmt: skip
     """x = log(d² + ε) - 2 log gap of M anchors and `span` references: its running sums in each tile and the sums of
     the tiles (RUNNING), or x itself; and 1 / (d² + ε), 0 where that has no slope, from row `skip` of `inverse` on.
-    MATRIX: gaps are given (count, R)."""
+    MATRIX: gaps are given (count, R). SELF: anchors and references are the same rows."""
     k = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = k < count
     i = first + tl.minimum(k, count - 1)
     label = fact(a, ID, i, mask_m, size, PAD)
     left = fact(a, SQUARED, i, mask_m, size, PAD)
-    anchors = 0.0
-    if ONCE:
-        anchors = _rows(a, i, tl.arange(0, PAD), PAD, PAD)
+    DIGITS: tl.constexpr = a.dtype.element_ty == tl.int8
+    anchors = _whole(a, i, PAD, K, ONCE)
     begin = tl.program_id(1) * span
     for start in range(begin, tl.minimum(begin + span, others), T):
         j = start + tl.arange(0, T)
@@ -107,8 +122,12 @@ def _ratios(a, b, gaps, ratios, inverse, sums, first, skip, count, size, others,
         at = k.to(tl.int64)[:, None] * others + j[None, :]
         mask = mask_m[:, None] & mask_n[None, :]
         inner = _products(a, b, anchors, i, passing, PAD, K, ONCE)
-        right = fact(b, SQUARED, j, mask_n, others, PAD)
-        squared = squared_distances(inner, left, right, i, j, tl.full((), ROUNDING, tl.float64) * dim, False)
+        if DIGITS:
+            high, low, unit, close = digit_kernels.distances(inner, a, b, i, passing, PAD, T, SELF, True)
+            squared = (high.to(tl.float64) + low.to(tl.float64)) * unit.to(tl.float64) * unit.to(tl.float64)
+        else:
+            right = fact(b, SQUARED, j, mask_n, others, PAD)
+            squared = squared_distances(inner, left, right, i, j, tl.full((), ROUNDING, tl.float64) * dim, False)
         if MATRIX:
             gap = tl.load(gaps + at, mask=mask, other=0.0)
         else:
@@ -118,6 +137,8 @@ def _ratios(a, b, gaps, ratios, inverse, sums, first, skip, count, size, others,
         near = squared + epsilon
         ratio = tl.where(valid, _log_ratio(near, gap_bits), 0.0)
         slope = tl.where(valid & (squared > 0), 1.0 / near.to(tl.float32), 0.0)
+        if DIGITS:
+            slope = _marked(slope, close.to(tl.int32))
         tl.store(inverse + tl.cast(skip, tl.int64) * others + at, slope, mask=mask)
         if RUNNING:
             tl.store(ratios + at, tl.cumsum(ratio, 1), mask=mask)
@@ -308,9 +329,12 @@ def _slopes(a, values, order, runs, number, running, sums, inverse, stats, terms
             place = j
             if MATRIX and TIES:
                 place = tl.load(order + j, mask=mask, other=0)
-            scale = tl.load(inverse + place, mask=mask, other=0.0).to(tl.float64)
-            slope = slope * scale / tl.maximum(valid_number * valid_number, 1.0)
-            tl.store(inverse + place, slope.to(tl.float32), mask=mask)
+            scale = tl.load(inverse + place, mask=mask, other=0.0)
+            slope = slope * scale.to(tl.float64) / tl.maximum(valid_number * valid_number, 1.0)
+            slope = slope.to(tl.float32)
+            if a.dtype.element_ty == tl.int8:
+                slope = _marked(slope, _mark(scale))
+            tl.store(inverse + place, slope, mask=mask)
     if WHOLE:
         _conclude(stats, weights, i, True, tl.sum(totals, 0), tl.sum(untied_pairs, 0), valid_number, size, WEIGHTED)
     else:
@@ -344,18 +368,23 @@ def _factors(stats, i, mask, size):
 
 
 @triton.jit(do_not_specialize=["own_first", "count", "passing_first", "passing_count", "span", "out_first", "out_rows",
-                               "size"])  # fmt: skip
+                               "size", "passing_rows"])  # fmt: skip
 def _gradient(own, passing, slopes, stats, out, own_first, count, passing_first, passing_count, stride, passing_stride,
-              span, out_first, out_rows, size, dim, ROLE: tl.constexpr, ADD: tl.constexpr, PAD: tl.constexpr,
-              M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
+              span, out_first, out_rows, size, passing_rows, dim, ROLE: tl.constexpr, ADD: tl.constexpr,
+              PAD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """D coordinates of the gradient by M prepared rows `own`, from the slopes of their pairs with `span` rows that pass
     by, added to `out` (ADD), or stored there, a part of it for each span. ROLE: own rows are "anchors", "references",
-    or "self", both."""
+    or "self", both. passing_rows: how many the others are in all."""
     k = tl.program_id(0) * M + tl.arange(0, M)
     mask_m = k < count
     axis = tl.program_id(2) * D + tl.arange(0, D)
-    gradient = tl.zeros((M, D), tl.float64)
-    weight = tl.zeros((M, N), tl.float64)
+    own_rows = own_first + tl.minimum(k, count - 1)
+    DIGITS: tl.constexpr = own.dtype.element_ty == tl.int8
+    if DIGITS:
+        summed = digit_kernels.weighted_init(M, D)
+    else:
+        gradient = tl.zeros((M, D), tl.float64)
+        weight = tl.zeros((M, N), tl.float64)
     own_factor = _factors(stats, own_first + k, mask_m & (ROLE != "references"), size)
     begin = tl.program_id(1) * span
     for start in range(begin, tl.minimum(begin + span, passing_count), N):
@@ -363,18 +392,34 @@ def _gradient(own, passing, slopes, stats, out, own_first, count, passing_first,
         mask_n = p < passing_count
         mask = mask_m[:, None] & mask_n[None, :]
         at = k.to(tl.int64)[:, None] * stride + p.to(tl.int64)[None, :] * passing_stride
-        slope = tl.load(slopes + at, mask=mask, other=0.0).to(tl.float64)
+        stored = tl.load(slopes + at, mask=mask, other=0.0)
+        near = _mark(stored)
+        slope = stored.to(tl.float64)
         if ROLE == "self":
             back = k.to(tl.int64)[:, None] * passing_stride + p.to(tl.int64)[None, :] * stride
-            back_slope = tl.load(slopes + back, mask=mask, other=0.0).to(tl.float64)
-            slope = slope * own_factor[:, None] + back_slope * _factors(stats, p, mask_n, size)[None, :]
+            stored = tl.load(slopes + back, mask=mask, other=0.0)
+            near = near | _mark(stored)
+            slope = slope * own_factor[:, None] + stored.to(tl.float64) * _factors(stats, p, mask_n, size)[None, :]
         elif ROLE == "references":
             slope *= _factors(stats, passing_first + p, mask_n, size)[None, :]
-        weight += slope
-        rows = _rows(passing, passing_first + tl.minimum(p, passing_count - 1), axis, PAD, D)
-        gradient = tl.dot(slope, rows, gradient, out_dtype=tl.float64)
-    rows = _rows(own, own_first + tl.minimum(k, count - 1), axis, PAD, D)
-    gradient = tl.sum(weight, 1)[:, None] * rows - gradient
+        j = passing_first + tl.minimum(p, passing_count - 1)
+        if DIGITS:
+            near = mask & (near != 0)
+            slope = slope.to(tl.float32)
+            summed = digit_kernels.near_add(summed, slope, near, own, passing, own_rows, j, axis, PAD, N)
+            slope = tl.where(near, 0.0, slope)
+            summed = digit_kernels.weighted_add(
+                summed, slope, passing, j, passing_first + start, axis, passing_rows, PAD, N, D
+            )
+        else:
+            weight += slope
+            gradient = tl.dot(slope, _rows(passing, j, axis, PAD, D), gradient, out_dtype=tl.float64)
+    if DIGITS:
+        high, low, weights = summed
+        gradient = weights[:, None] * digit_kernels.exact_rows(own, own_rows, axis, PAD) - high.to(tl.float64)
+        gradient -= low.to(tl.float64)
+    else:
+        gradient = tl.sum(weight, 1)[:, None] * _rows(own, own_rows, axis, PAD, D) - gradient
     if ROLE == "anchors":
         gradient *= own_factor[:, None]
     at = (tl.program_id(1).to(tl.int64) * out_rows + out_first + k)[:, None] * dim + axis[None, :]
@@ -434,7 +479,7 @@ def _by_input(x, rows, by_rows, order, upstream, facts, out, size, dim, SORTED: 
         for start in range(0, dim, D):
             axis = start + tl.arange(0, D)
             mask = mask_m[:, None] & (axis < dim)[None, :]
-            unit = tl.load(rows + i.to(tl.int64)[:, None] * PAD + axis[None, :], mask=mask, other=0.0)
+            unit = original(x, rows, i, mask_m, axis, size, dim, PAD, "clamp")
             at = i.to(tl.int64)[:, None] * dim + axis[None, :]
             along += tl.sum(unit * tl.load(by_rows + at, mask=mask, other=0.0), 1)
     for start in range(0, dim, D):

@@ -35,7 +35,7 @@ def serves(impl: str, batch: blockwise.Batch, reduction: str, max_memory: int | 
         return False
     if not all(_plain(rows) for rows in (x, references) if rows is not None):
         return False
-    if not (eligible.possible(x.device, kernels.interpreted()) and kernels.has_float64_units(x)):
+    if not eligible.possible(x.device, kernels.interpreted()):
         return False
     if max_memory is not None:
         blockwise.block(batch, max_memory)

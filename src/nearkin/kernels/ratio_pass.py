@@ -9,7 +9,7 @@ import torch
 from nearkin import kernels
 from nearkin.core import blockwise
 from nearkin.core.labels import LabelDistance
-from nearkin.kernels import ratio_kernels, row_kernels
+from nearkin.kernels import digit_kernels, ratio_kernels, row_kernels
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import triton
 
@@ -66,10 +66,10 @@ def sorted_task(x, references, labels, reference_labels, settings):
         (-(-total // 16), 1, 1), other_labels.contiguous(), labels.contiguous(), columns, values, order, runs, number,
         in_order, others, total, x.shape[1]
     )  # fmt: skip
-    columns = row_kernels.prepare(in_order, values.view(torch.int64), settings.normalize)
+    columns = row_kernels.prepare(in_order, values.view(torch.int64), settings.normalize, centre=in_order)
     rows = columns
     if not alone:
-        rows = row_kernels.prepare(x, labels.double().view(torch.int64), settings.normalize)
+        rows = row_kernels.prepare(x, labels.double().view(torch.int64), settings.normalize, centre=in_order)
     return Task(rows, columns, size, others, x.shape[1], settings, values, runs, number), order, in_order
 
 
@@ -77,11 +77,11 @@ def matrix_task(x, references, labels, reference_labels, settings):
     """The task of labels (B, K), or of label distances (B, R)."""
     size, dim = x.shape
     number = torch.empty(size, device=x.device, dtype=torch.int32)
-    rows = columns = row_kernels.prepare(x, number, settings.normalize)  # class ids that are not read
+    rows = columns = row_kernels.prepare(x, number, settings.normalize, centre=x)  # class ids that are not read
     others = size
     if references is not None:
         others = references.shape[0]
-        columns = row_kernels.prepare(references, number.new_empty(others), settings.normalize)
+        columns = row_kernels.prepare(references, number.new_empty(others), settings.normalize, centre=x)
     batch = blockwise.Batch(x, LabelDistance(labels) if settings.distances else labels, references, reference_labels)
     return Task(rows, columns, size, others, dim, settings, rows, number, number, batch)
 
@@ -196,9 +196,12 @@ def _ratios(task, scratch, gaps, out, first, skip, count):
     m = RATIOS["rows"] if count * task.others >= MANY else 32
     grid = -(-count // m)
     span = -(-scratch.tiles // max(1, RATIOS["programs"] * FILL // grid)) * _tile()
-    step = max(step for step in (16, 32, 64, 128) if pad % step == 0)
+    digits = task.rows.dtype == torch.int8
+    long, steps = (digit_kernels.length(task.dim), (32, 64, 128)) if digits else (pad, (16, 32, 64, 128))
+    step = max(step for step in steps if long % step == 0)
     choices = {"MATRIX": gaps is not None, "RUNNING": gaps is None or not task.settings.ties, "PAD": pad, "K": step}
-    choices |= {"ONCE": step == pad, "M": m, "T": _tile(), "num_warps": RATIOS["warps"], "num_stages": RATIOS["stages"]}
+    choices |= {"SELF": task.rows is task.columns, "ONCE": step == long, "M": m, "T": _tile()}
+    choices |= {"num_warps": RATIOS["warps"], "num_stages": RATIOS["stages"]}
     _launcher("_ratios", **choices)(
         (grid, -(-task.others // span), 1), task.rows, task.columns, task.values if gaps is None else gaps, out,
         scratch.inverse, scratch.sums, first, skip, count, task.size, task.others, task.dim, scratch.tiles, span,
@@ -250,7 +253,7 @@ def _gradient(task, scratch, role, out, first, count):
     choices = {"ROLE": role, "ADD": parts == 1 and role != "self", "PAD": pad, "M": m, "N": n, "D": chunk}
     _launcher("_gradient", **choices, num_warps=8, num_stages=GRADIENT["stages"] if role != "self" else 2)(
         (tiles, parts, chunks), own, passing, scratch.inverse, scratch.stats, target, *at, span,
-        own_first if parts == 1 else 0, own_count, task.size, dim
+        own_first if parts == 1 else 0, own_count, task.size, task.size if role == "references" else others, dim
     )  # fmt: skip
     if parts > 1:
         out[own_first : own_first + own_count] += target.sum(0)

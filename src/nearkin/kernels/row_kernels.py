@@ -326,7 +326,7 @@ def squared_distances(inner, left, right, i, j, rounding, SELF: tl.constexpr):
 
 
 @triton.jit
-def _original(x, rows, i, mask_m, axis, size, dim, PAD: tl.constexpr, TRANSFORM: tl.constexpr):
+def original(x, rows, i, mask_m, axis, size, dim, PAD: tl.constexpr, TRANSFORM: tl.constexpr):
     """Coordinates of rows before they were centred or cut into digits, float64, 0 where there are none."""
     if rows.dtype.element_ty == tl.int8:
         original = _scaled(x, fact(rows, INVERSE, i, mask_m, size, PAD), i, mask_m, axis, dim, TRANSFORM)
@@ -344,10 +344,10 @@ def input_gradient(x, rows, gradient, along, i, mask_m, axis, size, dim, PAD: tl
     mask = mask_m[:, None] & (axis < dim)[None, :]
     value = tl.load(x + at * dim + axis[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORMALIZE:
-        unit = _original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
+        unit = original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
         gradient = (gradient - along[:, None] * unit) * fact(rows, INVERSE, i, mask_m, size, PAD)[:, None]
     if TRANSFORM == "sigmoid":
-        inside = _original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
+        inside = original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
         gradient = gradient * (inside * (1.0 - inside))
     elif TRANSFORM == "cube":
         gradient = tl.where((value >= 0) & (value <= 1), gradient, 0.0)
@@ -364,7 +364,7 @@ def store_gradient(x, rows, by_x, gradient, i, mask_m, axis, size, dim, PAD: tl.
     along = tl.zeros((i.shape[0],), tl.float64)
     mask_d = axis < dim
     if NORMALIZE:
-        unit = _original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
+        unit = original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
         along = tl.sum(tl.where(mask_m[:, None] & mask_d[None, :], gradient * unit, 0.0), 1)
     gradient = input_gradient(x, rows, gradient, along, i, mask_m, axis, size, dim, PAD, TRANSFORM, NORMALIZE)
     out, inside = by_x + i.to(tl.int64)[:, None] * dim + axis[None, :], mask_m[:, None] & mask_d[None, :]
@@ -384,7 +384,7 @@ def _chunks(x, rows, by_rows, by_x, size, dim, PAD: tl.constexpr, TRANSFORM: tl.
         for start in range(0, dim, D):
             axis = start + tl.arange(0, D)
             mask = mask_m[:, None] & (axis < dim)[None, :]
-            unit = _original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
+            unit = original(x, rows, i, mask_m, axis, size, dim, PAD, TRANSFORM)
             along += tl.sum(unit * tl.load(by_rows + at * dim + axis[None, :], mask=mask, other=0.0), 1)
     for start in range(0, dim, D):
         axis = start + tl.arange(0, D)
