@@ -12,7 +12,8 @@ whichever gives the better validation MAP@R at 20 % of the labels and the first 
 
 OUT/cells.jsonl gets a line per finished cell, and OUT/values/CELL.npz MAP@R of every test query; finished cells are
 skipped. --table FOLDER reads both and writes studies/results/unlabelled.json: means over seeds, and the difference to
-"none" with its paired 95 % interval over test classes.
+"none" with its paired 95 % interval over test classes. With --recorded the rates are those of that file instead of a
+search, and --table leaves the rows of which FOLDER has fewer seeds: the way to run what is missing there.
 """
 
 import argparse
@@ -45,6 +46,7 @@ SETTINGS = {
 
 RATES = {"glyphs": (5e-3, 1e-3), "cub": (5e-4, 1e-4), "scratch": (5e-3, 1e-3)}
 SEARCHED = 20, 0  # share and seed
+RESULTS = Path(__file__).parent / "results" / "unlabelled.json"
 
 
 class Cell(NamedTuple):
@@ -220,6 +222,11 @@ def choose(subject: str, arm: str, search: Book, cells: Book) -> float | None:
     return rate
 
 
+def recorded_rates() -> dict[tuple[str, str], float]:
+    """Of each set and method, the rate of pretraining in the results of the repository."""
+    return {(row["set"], row["arm"]): row["lr"] for row in json.loads(RESULTS.read_text()) if row.get("lr")}
+
+
 def run_all(wanted: list[Cell], options: argparse.Namespace) -> None:
     cells, search, out = Book(options.out / "cells.jsonl"), Book(options.out / "search.jsonl"), options.out
     done = {line["cell"] for line in cells.lines()}
@@ -230,13 +237,18 @@ def run_all(wanted: list[Cell], options: argparse.Namespace) -> None:
         table_of(cell, out)  # before several processes would write the same one
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // options.jobs))
     os.environ["XDG_CACHE_HOME"] = str(out / "cache")
-    rates = {(c.subject, c.arm): choose(c.subject, c.arm, search, cells) for c in todo if c.arm != "none"}
+    recorded = recorded_rates() if options.recorded else {}
+    rates = {
+        (c.subject, c.arm): recorded.get((c.subject, c.arm)) or choose(c.subject, c.arm, search, cells)
+        for c in todo
+        if c.arm != "none"
+    }
     tried = {(line["cell"], line["lr"]) for line in search.lines()}
     pending: list[Cell] = []
 
     def add_pretrained(subject: str, arm: str, rate: float) -> None:
         ours = [cell for cell in todo if (cell.subject, cell.arm) == (subject, arm)]
-        pending.extend(cell._replace(lr=rate) for cell in ours if (cell.share, cell.seed) != SEARCHED)
+        pending.extend(cell._replace(lr=rate) for cell in ours if recorded or (cell.share, cell.seed) != SEARCHED)
 
     for (subject, arm), rate in rates.items():
         if rate is not None:
@@ -257,7 +269,7 @@ def run_all(wanted: list[Cell], options: argparse.Namespace) -> None:
             line = finish(future, cell)
             if line is None:
                 continue
-            if cell.arm == "none" or (cell.share, cell.seed) != SEARCHED:
+            if recorded or cell.arm == "none" or (cell.share, cell.seed) != SEARCHED:
                 cells.add(line)
                 continue
             search.add(line)
@@ -337,12 +349,16 @@ def main() -> None:
     parser.add_argument("--cells", default="", help="as glyphs-5-none-0,cub-20-infonce-1; by default all")
     parser.add_argument("--every", type=int, help="only the classes whose number this divides, to try the study")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of a recipe")
+    parser.add_argument("--recorded", action="store_true", help="go on from studies/results/unlabelled.json")
     parser.add_argument("--table", type=Path, metavar="FOLDER", help="read a finished OUT instead")
     options = parser.parse_args()
     if options.table is not None:
         rows = table(options.table)
+        if options.recorded:
+            former = json.loads(RESULTS.read_text())
+            rows = [b if len(b["seeds"]) > len(a["seeds"]) else a for a, b in zip(rows, former, strict=True)]
         show(rows)
-        files.write_json(Path(__file__).parent / "results" / "unlabelled.json", rows)
+        files.write_json(RESULTS, rows)
         return
     if options.data is None:
         parser.error("--data is missing")
