@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from cases import LOSSES
 from nearkin import kernels, losses
 from nearkin.core import devices, distances
 
@@ -84,24 +85,64 @@ def test_duplicates_are_at_distance_exactly_0(forced):
         assert int((distance == 0).sum()) == 120
 
 
-def test_no_product_of_float64_is_left(forced):
-    """In a step of plain torch; float64 keeps its own."""
-    seen = []
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Products of float64 that were made, as the shapes of their results."""
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-                seen.append(arguments[0].dtype)
-            return function(*arguments, **(keywords or {}))
+    def __init__(self):
+        super().__init__()
+        self.all, self.wide = 0, []
 
-    x, labels = rows("ordinary"), torch.arange(60) // 4
-    for loss in (losses.contrastive_loss, losses.triplet_loss, losses.fastap_loss, losses.lifted_structure_loss):
-        with Watch():
-            loss(x.requires_grad_(), labels, impl="torch").backward()
-    assert seen and torch.float64 not in seen
-    with Watch():
-        losses.contrastive_loss(x.detach().double(), labels)
-    assert seen[-1] == torch.float64
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.all += 1
+            if result.dtype == torch.float64:
+                self.wide.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=str)
+def test_no_product_of_float64_is_left(case, forced):
+    """In a step of plain torch."""
+    loss, (x, labels) = case.build(torch.float32), case.batch(torch.float32)
+    with Products() as products:
+        loss(x.requires_grad_(), labels).sum().backward()
+    assert products.all and not products.wide
+
+
+def test_float64_keeps_its_products(forced):
+    with Products() as products:
+        losses.contrastive_loss(rows("ordinary").double(), torch.arange(60) // 4)
+    assert products.wide == [(60, 60)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # a compiler's own
+@pytest.mark.parametrize("references", [False, True], ids=["alone", "references"])
+@pytest.mark.parametrize("name", ["contrastive", "triplet", "logratio", "fastap"])
+def test_compiled_losses_multiply_digits_too(name, references, forced):
+    """One opaque operator each way: the numbers of eager mode, and no product in the compiled graph."""
+    function = getattr(losses, f"{name}_loss")
+    torch._dynamo.reset()
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def outcome(loss):
+        x = rows("ordinary").requires_grad_()
+        labels = torch.arange(60) // 4
+        others = [rows("pairs")[:30].requires_grad_(), torch.arange(30) // 3] if references else []
+        value = loss(x, labels.float() if name == "logratio" else labels, *others)
+        value.backward()
+        return [value.detach(), x.grad, *(t.grad for t in others[:1])]
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for got, eager in zip(outcome(compiled), outcome(function), strict=True):
+        torch.testing.assert_close(got, eager, rtol=1e-6, atol=1e-7)
+    assert any("digit_distances" in target for target in targets)
+    assert not any("matmul" in target for target in targets)
 
 
 @pytest.mark.parametrize("shape", [(0, None, 3), (0, 4, 3), (4, 0, 3), (1, None, 1), (3, 2, 0)], ids=str)

@@ -53,7 +53,12 @@ def has_float64_units(tensor: Tensor) -> bool:
     """Whether products of float64 are fast where the tensor is: on CPUs and on data-centre GPUs."""
     if _setting is False or not has_float64(tensor.device):
         return False
-    return not tensor.is_cuda or capability(tensor.device) in _FLOAT64_UNITS
+    return not tensor.is_cuda or _has_units(tensor.device)
+
+
+@torch.compiler.assume_constant_result
+def _has_units(device: torch.device) -> bool:
+    return capability(device) in _FLOAT64_UNITS
 
 
 @functools.cache

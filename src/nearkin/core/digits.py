@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearkin.core.autograd import HandGradient, device_type
 
-__all__ = ["Distances"]
+__all__ = ["Distances", "compiled_distances"]
 
 EXACT = 1024  # products of two digits whose sum float32 holds
 ORIGIN = 16  # rows whose mean is the centre
@@ -121,6 +121,69 @@ def weighted(weights: Tensor, rows: Digits, kind: torch.dtype) -> Tensor:
     return total.mul_(factors.scale.to(kind))
 
 
+class _Prepared(NamedTuple):
+    """Rows less the batch's centre, as they are and as digits; the same twice where a batch is alone."""
+
+    anchors: Tensor
+    references: Tensor
+    rows: Digits
+    columns: Digits
+
+
+def _prepared(a: Tensor, b: Tensor | None) -> _Prepared:
+    middle = centre(a)
+    anchors = a - middle
+    rows = split(anchors, anchors.norm(dim=1, keepdim=True))
+    if b is None:
+        return _Prepared(anchors, anchors, rows, rows)
+    references = b - middle
+    return _Prepared(anchors, references, rows, split(references, references.norm(dim=1, keepdim=True)))
+
+
+def _near_pairs(near: Tensor, alone: bool) -> Tensor:
+    """Near pairs (P, 2); an item is not its own."""
+    return (near.fill_diagonal_(False) if alone else near).nonzero()
+
+
+def _measured(
+    a: Tensor, b: Tensor | None, left: Tensor, right: Tensor | None, root: bool, kind: torch.dtype
+) -> tuple[Tensor, _Prepared, Tensor]:
+    """Distances (B, R), squared or not, what they are made of, and the near pairs. left, right: squared lengths."""
+    with torch.autocast(device_type(a), enabled=False):
+        prepared = _prepared(a, b)
+        squared, length, near = squared_distances(prepared.rows, prepared.columns)
+    distance = torch.where(squared > 0, squared, 0.0).sqrt_().mul_(length)
+    result = (distance if root else squared.mul_(length).mul_(length)).to(kind)
+    pairs = _near_pairs(near, b is None)
+    for part in torch.split(pairs, max(1, LISTED // max(1, a.shape[1]))):
+        i, j = part.unbind(1)
+        exact = (prepared.anchors[i] - prepared.references[j]).square().sum(1)
+        distance[i, j] = exact.sqrt().to(distance.dtype)
+        result[i, j] = (exact.sqrt() if root else exact).to(kind)
+    hidden = torch.maximum(left, (left if right is None else right).T)
+    result = torch.where(distance > (hidden * (ROUNDING * a.shape[1])).sqrt().to(distance.dtype), result, 0.0)
+    return (result.fill_diagonal_(0.0) if b is None else result), prepared, pairs
+
+
+def _slopes(slope: Tensor, result: Tensor, root: bool) -> Tensor:
+    """The factors of differences of rows in the gradient; 0 where two rows are equal."""
+    apart = result.sign()
+    return (slope * apart).div_((1 - apart).add_(result)) if root else (slope * apart).mul_(2)
+
+
+def _gradients(
+    slope: Tensor, prepared: _Prepared, pairs: Tensor, alone: bool, wants: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """By both sides, where wanted, from the factors of differences."""
+    anchors, references, rows, columns = prepared
+    if alone:
+        slope = slope.T.contiguous().add_(slope)
+    by_a = _pulled(slope, anchors, references, columns, pairs) if wants[0] else None
+    if alone or not wants[1]:
+        return by_a, None
+    return by_a, _pulled(slope.T, references, anchors, rows, pairs.flip(1))
+
+
 class Distances(HandGradient):
     """`distances._Distances` by digits: distances of wide rows, squared or not, with a hand-written gradient.
 
@@ -130,46 +193,79 @@ class Distances(HandGradient):
     def forward(
         ctx: Any, a: Tensor, b: Tensor | None, left: Tensor, right: Tensor | None, root: bool, kind: torch.dtype
     ) -> Tensor:
-        middle = centre(a)
-        anchors = a - middle
-        references = anchors if b is None else b - middle
-        with torch.autocast(device_type(a), enabled=False):
-            rows = split(anchors, anchors.norm(dim=1, keepdim=True))
-            columns = rows if b is None else split(references, references.norm(dim=1, keepdim=True))
-            squared, length, near = squared_distances(rows, columns)
-        distance = torch.where(squared > 0, squared, 0.0).sqrt_().mul_(length)
-        result = (distance if root else squared.mul_(length).mul_(length)).to(kind)
-        if b is None:
-            near.fill_diagonal_(False)
-        pairs = near.nonzero()
-        for part in torch.split(pairs, max(1, LISTED // max(1, a.shape[1]))):
-            i, j = part.unbind(1)
-            exact = (anchors[i] - references[j]).square().sum(1)
-            distance[i, j] = exact.sqrt().to(distance.dtype)
-            result[i, j] = (exact.sqrt() if root else exact).to(kind)
-        hidden = torch.maximum(left, (left if right is None else right).T)
-        result = torch.where(distance > (hidden * (ROUNDING * a.shape[1])).sqrt().to(distance.dtype), result, 0.0)
-        if b is None:
-            result.fill_diagonal_(0.0)
-        ctx.root, ctx.digits = root, (rows, columns)
+        result, (anchors, references, *ctx.digits), pairs = _measured(a, b, left, right, root, kind)
+        ctx.root = root
         ctx.save_for_backward(a, b, anchors, references, result, pairs)
         return result
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         a, b, anchors, references, result, pairs = ctx.saved_tensors
-        rows, columns = ctx.digits
-        apart = result.sign()  # 1, or 0 where two rows are equal
-        slope = (slope * apart).div_((1 - apart).add_(result)) if ctx.root else (slope * apart).mul_(2)
+        slope = _slopes(slope, result, ctx.root)
         with torch.autocast(device_type(a), enabled=False):
             if torch.is_grad_enabled():  # for a second derivative
                 return *_plain_gradient(slope, a, b), None, None, None, None
-            if b is None:
-                slope = slope.T.contiguous().add_(slope)
-            by_a = _pulled(slope, anchors, references, columns, pairs) if ctx.needs_input_grad[0] else None
-            if b is None or not ctx.needs_input_grad[1]:
-                return by_a, *(None,) * 5
-            return by_a, _pulled(slope.T, references, anchors, rows, pairs.flip(1)), *(None,) * 4
+            prepared = _Prepared(anchors, references, *ctx.digits)
+            by_a, by_b = _gradients(slope, prepared, pairs, b is None, ctx.needs_input_grad[:2])
+        return by_a, by_b, None, None, None, None
+
+
+# Under torch.compile distances are one opaque operator, and their gradient another, which makes the digits again: how
+# many pairs are near, no compiler knows.
+_ROWS = "Tensor a, Tensor? b, Tensor left, Tensor? right"
+
+
+def _distances(
+    a: Tensor, b: Tensor | None, left: Tensor, right: Tensor | None, root: bool, kind: torch.dtype
+) -> Tensor:
+    return _measured(a, b, left, right, root, kind)[0]
+
+
+def _distance_gradients(slope: Tensor, result: Tensor, a: Tensor, b: Tensor | None, root: bool) -> list[Tensor]:
+    with torch.autocast(device_type(a), enabled=False):
+        prepared = _prepared(a, b)
+        near = squared_distances(prepared.rows, prepared.columns)[2]
+        pairs = _near_pairs(near, b is None)
+        gradients = _gradients(_slopes(slope, result, root), prepared, pairs, b is None, (True, True))
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+compiled_distances = torch.library.custom_op(
+    "nearkin::digit_distances",
+    _distances,
+    mutates_args=(),
+    schema=f"({_ROWS}, bool root, ScalarType kind) -> Tensor",
+)
+_compiled_gradients = torch.library.custom_op(
+    "nearkin::digit_distance_gradients",
+    _distance_gradients,
+    mutates_args=(),
+    schema="(Tensor slope, Tensor result, Tensor a, Tensor? b, bool root) -> Tensor[]",
+)
+
+
+@compiled_distances.register_fake
+def _(a: Tensor, b: Tensor | None, left: Tensor, right: Tensor | None, root: bool, kind: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], (a if b is None else b).shape[0], dtype=kind)
+
+
+@_compiled_gradients.register_fake
+def _(slope: Tensor, result: Tensor, a: Tensor, b: Tensor | None, root: bool) -> list[Tensor]:
+    return [torch.empty_like(rows) for rows in (a, b) if rows is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.root = inputs[4]
+    ctx.save_for_backward(output, *inputs[:2])
+
+
+def _compiled_backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    result, a, b = ctx.saved_tensors
+    gradients = _compiled_gradients(slope, result, a, b, ctx.root)
+    return gradients[0], None if b is None else gradients[1], None, None, None, None
+
+
+compiled_distances.register_autograd(_compiled_backward, setup_context=_save)
 
 
 def _pulled(slope: Tensor, rows: Tensor, others: Tensor, digits: Digits, pairs: Tensor) -> Tensor:

@@ -75,9 +75,13 @@ def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool
     a, left = _wide_rows(x, normalize)
     b, right = (None, None) if references is None else _wide_rows(references, normalize)
     kind = _result_type(x, references)
+    slow = kind == torch.float32 and not devices.has_float64_units(a)  # products of float64
+    if slow and torch.compiler.is_compiling():
+        compiled: Tensor = digits.compiled_distances(a, b, left, right, root, kind)
+        return compiled
     if traced():
         return _plain_distances(a, b, left, normalize, root, kind)
-    if kind == torch.float32 and not devices.has_float64_units(a) and not devices.is_capturing(a):
+    if slow and not devices.is_capturing(a):
         by_digits: Tensor = digits.Distances.call(a, b, left, right, root, kind)
         return by_digits
     result: Tensor = _Distances.call(a, b, left, right, normalize, root, kind)
