@@ -98,7 +98,7 @@ def test_compiled_losses(name):
     torch._dynamo.reset()
     outcomes = []
     for loss, kind in ((torch.compile(function), torch.float32), (function, torch.float64)):
-        rows = x.to(kind).requires_grad_()
+        rows = x.to(kind, copy=True).requires_grad_()
         value = loss(rows, labels)
         value.backward()
         outcomes.append([value.detach().double(), rows.grad.double()])
