@@ -9,6 +9,8 @@ The old run has seen half of the training classes; the new one sees all, with a 
 - birds: frozen features of efficientnet-lite0 for reduced photos of CUB-200-2011 in FOLDER/CUB_200_2011, as in
   short_embeddings.py, under an MLP without a hidden layer, then one of 512, both with SupCon and 64 dimensions;
 - narrow: the same, but the old run has read the first 160 of the 1280 features only: a weaker backbone;
+- better: the old run has read the features of efficientnet-lite0 at 128 px, the new one those of efficientnet-lite2 at
+  192 px beside them: a better backbone;
 - long: glyphs again, the new run three times as long, of the default width;
 - photos: the reduced photos themselves, efficientnet-lite0 at 112 px, then efficientnet-lite2 at 192 px, fine-tuned
   with Proxy-Anchor and 128 dimensions (wants a GPU).
@@ -51,14 +53,15 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "new": {"encoder.hidden": [512], "training.epochs": 8, "training.batches": 50},
     },
 }
-SETS["narrow"] = SETS["birds"]
+SETS["narrow"] = SETS["better"] = SETS["birds"]
 SETS["long"] = SETS["glyphs"] | {"new": {"training.epochs": 18}}
 SETS["photos"] = {
     "both": {"loss.name": "proxy-anchor", "encoder.dim": 128, "finetune.train": "all", "finetune.interpolate": False},
     "old": {"encoder.name": "efficientnet-lite0", "data.size": 112, "training.epochs": 6},
     "new": {"encoder.name": "efficientnet-lite2", "data.size": 192, "training.epochs": 12},
 }
-NARROW = 160
+NARROW = {"narrow": 160, "better": 1280}  # features that the old run has read
+BETTER = "efficientnet-lite2", 192
 CHOICES: list[dict[str, Any]] = [
     {"method": "regression", "weight": 10.0, "class_share": 0.0},
     {"method": "regression", "weight": 10.0, "class_share": 0.5},
@@ -104,7 +107,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 def source_of(name: str, options: argparse.Namespace) -> str:
     if name in ("glyphs", "long"):
         return "glyphs"
-    return "cub200" if name == "photos" else str(birds(options.data, options.out, options.quick))
+    if name == "photos":
+        return "cub200"
+    weak = birds(options.data, options.out, options.quick)
+    return str(weak if name != "better" else beside(weak, birds(options.data, options.out, options.quick, *BETTER)))
+
+
+def beside(weak: Path, strong: Path) -> Path:
+    """The features of two encoders in one file."""
+    path = strong.with_name(f"beside-{strong.name}")
+    with np.load(weak) as first, np.load(strong) as second:
+        both = np.concatenate([first["embeddings"], second["embeddings"]], 1)
+        np.savez(path, **{**first, "embeddings": both})
+    return path
 
 
 def settings_of(name: str, which: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -133,29 +148,29 @@ def old_run(name: str, source: str, seed: int, options: argparse.Namespace) -> P
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["path"], *([prepared.items.names[i]] for i in unseen)])
     settings["data.without"] = str(path)
-    if name != "narrow":
+    if name not in NARROW:
         training.train(source, folder, settings=settings, report=False)
         return folder
-    part = options.out / "narrow.npz"
+    part = options.out / f"{name}.npz"
     with np.load(source) as file:
-        np.savez(part, **{**file, "embeddings": file["embeddings"][:, :NARROW]})
-    narrow = training.train(str(part), options.out / f"narrow-part-{seed}", settings=settings, report=False)
+        np.savez(part, **{**file, "embeddings": file["embeddings"][:, : NARROW[name]]})
+    narrow = training.train(str(part), options.out / f"{name}-part-{seed}", settings=settings, report=False)
     return widened(narrow.folder, folder, prepared.items.vectors)
 
 
 def widened(narrow: Path, folder: Path, rows: Any) -> Path:
     """The linear encoder of a run as one that takes all features, and gives those it has not learned no weight."""
     encoder, _ = models.load(narrow)
-    features = rows.shape[1]
+    features, read = rows.shape[1], encoder.settings["features"]
     wide = models.build(**encoder.settings | {"features": features})
     state = {
-        key: torch.nn.functional.pad(x, (0, features - NARROW), value=float(key == "std")) if "bias" not in key else x
+        key: torch.nn.functional.pad(x, (0, features - read), value=float(key == "std")) if "bias" not in key else x
         for key, x in encoder.state_dict().items()
     }
     wide.load_state_dict(state)
     some = torch.from_numpy(rows[:50])
     with torch.no_grad():
-        torch.testing.assert_close(wide.eval()(some), encoder(some[:, :NARROW]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(wide.eval()(some), encoder(some[:, :read]), rtol=0, atol=1e-5)
     models.save(wide, folder, {"kind": "vectors", "features": features})
     return folder
 

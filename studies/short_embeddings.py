@@ -85,22 +85,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     files.write_json(options.out / "short_embeddings.json", content | {"seconds": round(time.monotonic() - started)})
 
 
-def birds(root: Path, out: Path, quick: bool) -> Path:
+def birds(root: Path, out: Path, quick: bool, encoder_name: str = "efficientnet-lite0", size: int = SIZE) -> Path:
     """The frozen features of the photos with their classes and CUB's split of these, made once."""
-    path = out / f"birds{'-quick' if quick else ''}.npz"
+    which = "" if (encoder_name, size) == ("efficientnet-lite0", SIZE) else f"-{encoder_name}-{size}"
+    path = out / f"birds{which}{'-quick' if quick else ''}.npz"
     if path.is_file():
         return path
     items = data.load("cub200", root=root / "CUB_200_2011")
     assert items.pictures is not None and items.labels is not None and items.split is not None
     position = np.arange(len(items)) - np.searchsorted(items.labels, items.labels)  # within its class
     items = items.take(np.flatnonzero((position < 5) & (items.labels % 20 == 0) if quick else position < EACH))
-    stored = image_cache.store(items.pictures, items.names, side=SIZE * 8 // 7, channels=3, cache=False)
-    encoder = models.build("efficientnet-lite0", size=SIZE, channels=3).eval()
+    stored = image_cache.store(items.pictures, items.names, side=size * 8 // 7, channels=3, cache=False)
+    encoder = models.build(encoder_name, size=size, channels=3).eval()
     parts = []
     for start in range(0, len(items), BATCH):
         pixels = torch.from_numpy(np.array(stored.pixels[start : start + BATCH]))
         with torch.inference_mode():
-            parts.append(encoder.features(augment.centre(pixels, SIZE)))
+            parts.append(encoder.features(augment.centre(pixels, size)))
         print(f"\r{start + len(pixels)} of {len(items)} photos", end="", file=sys.stderr)
     names = np.array([items.classes[label] for label in items.labels])
     with files.replacing(path) as file:
