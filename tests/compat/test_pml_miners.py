@@ -413,7 +413,7 @@ def test_metrics_of_given_neighbours():
     given = {
         "query_labels": labels,
         "knn_labels": neighbours,
-        "label_counts": ([0, 1, 2], [2, 3, 5]),
+        "label_counts": ([0, 1, 2], [2, 3, 4]),
         "not_lone_query_mask": torch.tensor([True, True, True, False]),
         "ref_includes_query": True,
     }
