@@ -61,7 +61,7 @@ def seconds(exchange: Exchange, ranks: int, link: Link) -> float:
     return exchange.sent(ranks) / link.bandwidth + exchange.calls * hops * link.latency
 
 
-# --- GPUs: what is assumed, and what was measured on an H200 (docs/performance.md, docs/training.md)
+# --- GPUs: what is assumed, and what was measured on an H200 (docs/performance.md, docs/measured/training.md)
 
 NODE = 8
 NVLINK = Link(0.8 * 450e9, 5e-6)  # 450 GB/s a direction; four fifths of it, as collectives reach

@@ -1,4 +1,4 @@
-"""Which distances each selection picks, and how noisy its gradient is: the figures of docs/sampling.md.
+"""Which distances each selection picks, and how noisy its gradient is: the figures of docs/measured/sampling.md.
 
     python studies/selections.py
 

@@ -9,14 +9,14 @@ import griffe
 
 __all__ = ["RuntimeDocstrings", "as_markdown"]
 
-_SIGNS = re.compile(r"([\\*_<>\[\]#|~$])")
+_SIGNS = re.compile(r"([\\*_>\[\]#|~$])")
 _SETTING = re.compile(r"^  (\w+)(=[^:]*?)?: (.*)$")
 
 
 def _escaped(text: str) -> str:
     """Escapes what Markdown would read as markup, outside `code`."""
     parts = re.split(r"(`[^`\n]+`)", text)
-    return "".join(part if i % 2 else _SIGNS.sub(r"\\\1", part) for i, part in enumerate(parts))
+    return "".join(part if i % 2 else _SIGNS.sub(r"\\\1", part.replace("<", "&lt;")) for i, part in enumerate(parts))
 
 
 def _settings(lines: list[str]) -> str:

@@ -257,11 +257,24 @@ def http_api() -> str:
             schema = asyncio.run(_described(web.build(opened, log=logging.getLogger(__name__))))
         finally:
             opened.close()
-    lines = ["# HTTP API", "", _HTTP, ""]
+    lines = ["# HTTP API", "", _HTTP, "", *_statuses(schema), ""]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
             lines += _operation(method.upper(), path, operation)
     return "\n".join(lines)
+
+
+def _statuses(schema: dict[str, Any]) -> list[str]:
+    """A table of every status that an address may answer."""
+    meanings: dict[str, list[str]] = {}
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            for code, answer in operation.get("responses", {}).items():
+                known = meanings.setdefault(code, [])
+                if answer.get("description") not in (*known, None, ""):
+                    known.append(answer["description"].rstrip("."))
+    rows = [f"| {code} | {_cell('; '.join(dict.fromkeys(known)))} |" for code, known in sorted(meanings.items())]
+    return ["| status | meaning |", "|---|---|", *rows]
 
 
 _HTTP = """Made from the OpenAPI description, which a running service answers at `/openapi.json`.
@@ -288,5 +301,4 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> list[str]:
             kind = schema.get("type") or " or ".join(s.get("type", "object") for s in schema.get("anyOf", [{}]))
             lines.append(f"| `{name}` | {where} | {kind} | {default} | {_cell(schema.get('description', ''))} |")
         lines.append("")
-    statuses = [f"{code}: {answer.get('description', '')}" for code, answer in operation.get("responses", {}).items()]
-    return [*lines, "Answers: " + "; ".join(statuses) + ".", ""]
+    return [*lines, "Answers: " + ", ".join(operation.get("responses", {})) + ".", ""]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pytorch_metric_learning import distances as their_distances
 from pytorch_metric_learning import miners as theirs
+from pytorch_metric_learning import samplers as their_samplers
 from pytorch_metric_learning.utils import accuracy_calculator as their_calculator
 from pytorch_metric_learning.utils import loss_and_miner_utils as their_indexing
 
@@ -404,3 +405,39 @@ def test_own_search_function():
     AccuracyCalculator(include=("precision_at_1",), k=1, knn_func=search).get_accuracy(rows, labels)
     assert seen == [(1, True)]
     assert np.isclose(accuracy_calculator.exact_knn(rows, 1, rows + 1e-3)[0].min().item(), 1e-3 * 8**0.5, rtol=1e-2)
+
+
+def test_metrics_of_given_neighbours():
+    """A caller's own neighbours: the arguments that the original passes to its metrics are enough."""
+    labels, neighbours = torch.tensor([1, 1, 2, 0]), torch.tensor([[0, 1, 1], [1, 0, 1], [2, 2, 2], [1, 2, 1]])
+    given = {
+        "query_labels": labels,
+        "knn_labels": neighbours,
+        "label_counts": ([0, 1, 2], [2, 3, 4]),
+        "not_lone_query_mask": torch.tensor([True, True, True, False]),
+        "ref_includes_query": True,
+    }
+    ours, other = AccuracyCalculator(include=METRICS), their_calculator.AccuracyCalculator(include=METRICS)
+    values = ours._get_accuracy(ours.get_function_dict(), **given)
+    assert values == pytest.approx(other._get_accuracy(other.get_function_dict(), **given))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_lone_queries_are_those_of_the_original(own):
+    labels, references = torch.tensor([0, 0, 1, 2, 7]), torch.tensor([0, 0, 1, 2, 7, 2])
+
+    def near(a, b):
+        return abs(a - b) < 2
+
+    for compare in (torch.eq, near):
+        counts = accuracy_calculator.get_label_match_counts(labels, references, compare)
+        theirs = their_calculator.get_label_match_counts(labels, references, compare)
+        assert all(map(torch.equal, counts, theirs))
+        ours = accuracy_calculator.get_lone_query_labels(labels, counts, own, compare)
+        assert all(map(torch.equal, ours, their_calculator.get_lone_query_labels(labels, theirs, own, compare)))
+
+
+def test_refusals_are_assertions_too():
+    for sampler in (samplers.MPerClassSampler, their_samplers.MPerClassSampler):
+        with pytest.raises(AssertionError):
+            sampler([0, 0, 1, 1], 2, batch_size=6)

@@ -25,8 +25,8 @@ __all__ = ["FROZEN", "SHARES", "choose", "interpolated", "judge"]
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FROZEN, UNTRAINED = "frozen", "untrained"
 _NAMES: dict[str | float, str] = {FROZEN: "frozen features", UNTRAINED: "untrained head"}
-# Of the interval of a gain, which has to lie above 0. docs/training.md has what 95 % costs; with few classes, of whose
-# spread little is known, it stays.
+# Of the interval of a gain, which has to lie above 0. docs/measured/training.md has what 95 % costs; with few classes,
+# of whose spread little is known, it stays.
 _CONFIDENCE, _FEW_CONFIDENCE, _FEW = 0.8, 0.95, 6
 
 Weights = Mapping[str, Tensor]

@@ -5,7 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Recording", "device_of", "own_ids", "same_labels"]
+__all__ = ["Recording", "RefusedArguments", "device_of", "own_ids", "same_labels"]
+
+
+class RefusedArguments(ValueError, AssertionError):
+    """Arguments that do not fit together; the original asserts, so code that expects that goes on working."""
 
 
 class Recording(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from nearkin import samplers
+from nearkin.compat.pml.recording import RefusedArguments
 from nearkin.compat.pml.utils.loss_and_miner_utils import convert_to_weights
 from nearkin.core.random import Ints, Stream, Words, shuffled, words
 
@@ -77,7 +78,7 @@ class MPerClassSampler(Sampler[int]):
             (size > length and batch_size, f"length_before_new_iter must be at least batch_size={size}, got {length}"),
         ):
             if wrong:
-                raise ValueError(sentence)
+                raise RefusedArguments(sentence)
         self.list_size = length - length % size if size <= length else length
         batches = -(-self.list_size // size)
         self._batches = samplers.ClassBalanced(ids, size // m, m, seed, batches=batches)
@@ -130,12 +131,12 @@ class HierarchicalSampler(_Epochs, Sampler[list[int]]):
         seed: int = 0,
     ) -> None:
         if batch_size % super_classes_per_batch:
-            raise ValueError(f"batch_size must be a multiple of {super_classes_per_batch}, got {batch_size}")
+            raise RefusedArguments(f"batch_size must be a multiple of {super_classes_per_batch}, got {batch_size}")
         self.sub_batch_len = batch_size // super_classes_per_batch
         whole = isinstance(samples_per_class, int) and samples_per_class > 0
         if samples_per_class != "all" and not (whole and self.sub_batch_len % int(samples_per_class) == 0):
             allowed = f'"all" or a divisor of {self.sub_batch_len}'
-            raise ValueError(f"samples_per_class must be {allowed}, got {samples_per_class!r}")
+            raise RefusedArguments(f"samples_per_class must be {allowed}, got {samples_per_class!r}")
         self.batch_size, self.samples_per_class, self.seed = batch_size, samples_per_class, seed
         levels = _array(labels)
         inner, outer = _class_ids(levels[:, inner_label]), _class_ids(levels[:, outer_label])

@@ -17,7 +17,7 @@ __all__ = [
     "MIN_CLASSES", "NONE", "binomial", "freedom_of", "normal_tail", "share", "student", "student_p",
 ]  # fmt: skip
 
-MIN_CLASSES = 5  # fewer show too little of how classes differ: docs/evaluation.md has the coverage
+MIN_CLASSES = 5  # fewer show too little of how classes differ: docs/measured/evaluation.md has the coverage
 _LARGE = 10_000  # of both kinds: from here on the score interval is used
 
 NONE: Ends = (math.nan, math.nan)  # no interval

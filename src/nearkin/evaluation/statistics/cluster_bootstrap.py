@@ -3,7 +3,7 @@
 Queries of one class succeed and fail together, so items are not independent: what counts is how classes differ
 (Davison, Hinkley 1997, section 3.8). A metric is reported for unseen classes, and the interval shows their spread. A
 new sample of classes also brings other classes to tell them from, which moves all queries at once; in simulations
-(docs/evaluation.md) this adds up to a fifth to the variance over the query classes, and a fifth is added. The
+(docs/measured/evaluation.md) this adds up to a fifth to the variance over the query classes, and a fifth is added. The
 embeddings are fixed: the interval does not cover the randomness of training.
 """
 
@@ -37,8 +37,8 @@ def share_interval(values: Array, groups: Ids, *, confidence: float = 0.95) -> E
 
     Values that are NaN or of class -1 do not count. The variance is that of the jackknife over classes, and a fifth for
     the other classes in the gallery, and at least that of as many independent queries, right or wrong; the interval is
-    `binomial.share`. With fewer than 5 classes too little is known of their spread: (nan, nan). docs/evaluation.md has
-    its coverage in simulations, for new classes and galleries.
+    `binomial.share`. With fewer than 5 classes too little is known of their spread: (nan, nan).
+    docs/measured/evaluation.md has its coverage in simulations, for new classes and galleries.
     """
     values = _checked("values", values, groups)
     checks.between("confidence", confidence, 0, 1)

@@ -6,8 +6,9 @@ Snijders, Borgatti 1999). Two impostor pairs that share a class then move togeth
 variance that belongs to single pairs of classes, however, is counted three times, E[(mn)²] - 1 = 3 for numbers of mean
 and variance 1, and once is right. Weighting the pairs of classes independently shows how large it is, and the variance
 is reduced by twice this part (the dyadic variance of Fafchamps, Gubert 2007; never to less than a third). Not so for
-the TAR at a FAR: its threshold moves with the few closest pairs of classes, and in simulations (docs/evaluation.md) the
-full variance is what covers. The interval is that of a share with this variance, `binomial.share`.
+the TAR at a FAR: its threshold moves with the few closest pairs of classes, and in simulations
+(docs/measured/evaluation.md) the full variance is what covers. The interval is that of a share with this variance,
+`binomial.share`.
 """
 
 import math

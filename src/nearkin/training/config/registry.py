@@ -184,7 +184,7 @@ def matryoshka_weights(recipe: Recipe, dims: tuple[int, ...]) -> tuple[float, ..
     """What the loss of each length is multiplied by. dims: of `matryoshka_dims`.
 
     By default the length's share of the full one: with equal weights the short lengths, whose gradients are larger,
-    cost the full one more (docs/losses.md).
+    cost the full one more (docs/measured/losses.md).
     """
     weights = _around(recipe)[1]
     if weights is None:

@@ -12,7 +12,7 @@ from nearkin.training.config.registry import augmentation_of
 __all__ = ["check_unlabelled", "settle_unlabelled", "stage_recipe", "view_augmentation", "without_labels"]
 
 _OF = {"temperature": "infonce", "queue": "infonce"} | dict.fromkeys(("invariance", "variance", "covariance"), "vicreg")
-METHOD = "vicreg"  # what gained more on glyphs, the only set of two that gained: docs/training.md
+METHOD = "vicreg"  # what gained more on glyphs, the only set of two that gained: docs/measured/training.md
 _QUEUE = 4096
 _DEFAULTS = {"temperature": 0.2, "queue": _QUEUE, "invariance": 25.0, "variance": 25.0, "covariance": 1.0}
 _PROJECTORS = {"infonce": [512, 128], "vicreg": [1024, 1024]}

@@ -1,4 +1,4 @@
-"""The losses of pytorch-metric-learning that nearkin has, or that are built here from its parts."""
+"""The losses of pytorch-metric-learning: nearkin's own where it has them, else built here from its parts."""
 
 from typing import Any
 
@@ -35,6 +35,14 @@ from nearkin.compat.pml.losses.pair_losses import (
     TripletMarginLoss,
     TupletMarginLoss,
 )
+from nearkin.compat.pml.losses.ranking_losses import (
+    DynamicSoftMarginLoss,
+    HistogramLoss,
+    PNPLoss,
+    RankedListLoss,
+    ThresholdConsistentMarginLoss,
+)
+from nearkin.compat.pml.losses.weight_losses import InstanceLoss, LargeMarginSoftmaxLoss, ManifoldLoss, P2SGradLoss
 from nearkin.compat.pml.losses.wrappers import CrossBatchMemory, MultipleLosses, SelfSupervisedLoss
 
 __all__ = [
@@ -45,10 +53,15 @@ __all__ = [
     "ContrastiveLoss",
     "CosFaceLoss",
     "CrossBatchMemory",
+    "DynamicSoftMarginLoss",
     "FastAPLoss",
     "GeneralizedLiftedStructureLoss",
+    "HistogramLoss",
+    "InstanceLoss",
     "IntraPairVarianceLoss",
+    "LargeMarginSoftmaxLoss",
     "LiftedStructureLoss",
+    "ManifoldLoss",
     "MarginLoss",
     "MultiSimilarityLoss",
     "MultipleLosses",
@@ -56,8 +69,11 @@ __all__ = [
     "NPairsLoss",
     "NTXentLoss",
     "NormalizedSoftmaxLoss",
+    "P2SGradLoss",
+    "PNPLoss",
     "ProxyAnchorLoss",
     "ProxyNCALoss",
+    "RankedListLoss",
     "SelfSupervisedLoss",
     "SignalToNoiseRatioContrastiveLoss",
     "SmoothAPLoss",
@@ -65,28 +81,14 @@ __all__ = [
     "SphereFaceLoss",
     "SubCenterArcFaceLoss",
     "SupConLoss",
+    "ThresholdConsistentMarginLoss",
     "TripletMarginLoss",
     "TupletMarginLoss",
     "VICRegLoss",
 ]
 
-# What is not offered, and what comes nearest here.
-NOT_OFFERED = {
-    "DynamicSoftMarginLoss": "TripletMarginLoss(smooth_loss=True)",
-    "HistogramLoss": "FastAPLoss",
-    "InstanceLoss": "NormalizedSoftmaxLoss",
-    "LargeMarginSoftmaxLoss": "SphereFaceLoss",
-    "ManifoldLoss": "ProxyAnchorLoss",
-    "P2SGradLoss": "NormalizedSoftmaxLoss",
-    "PNPLoss": "SmoothAPLoss",
-    "RankedListLoss": "MultiSimilarityLoss",
-    "ThresholdConsistentMarginLoss": "ContrastiveLoss",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in NOT_OFFERED:
-        raise AttributeError(f"nearkin.compat.pml.losses has no {name}; the nearest here is {NOT_OFFERED[name]}")
     raise AttributeError(f"nearkin.compat.pml.losses has no {name}; known: {', '.join(__all__)}")
 
 

@@ -147,6 +147,11 @@ class BaseMetricLossFunction(Recording):
             if value is None:
                 raise ValueError(f"{type(self).__name__} needs {name}, got None")
 
+    def need_no_indices(self, indices_tuple: Any) -> None:
+        """Refuses a miner's indices."""
+        if indices_tuple is not None:
+            raise ValueError(f"{type(self).__name__} takes no indices_tuple, got one")
+
     def need_batch_alone(self, embeddings: Tensor, ref_emb: Tensor | None) -> None:
         """Refuses references."""
         if ref_emb is not None and ref_emb is not embeddings:

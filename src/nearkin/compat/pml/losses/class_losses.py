@@ -104,7 +104,7 @@ class _ClassLoss(BaseMetricLossFunction):
         return CosineSimilarity()
 
 
-class _WeightLoss(_ClassLoss):
+class WeightLoss(_ClassLoss):
     """Class weights W (embedding size, classes)."""
 
     def __init__(
@@ -123,7 +123,7 @@ class _WeightLoss(_ClassLoss):
         return self.scale * distances.cosine(embeddings, self._rows(embeddings))
 
 
-class NormalizedSoftmaxLoss(_WeightLoss):
+class NormalizedSoftmaxLoss(WeightLoss):
     """`nearkin.losses.normalized_softmax_loss`; its scale is 1 / temperature."""
 
     allowed = (DotProductSimilarity, CosineSimilarity)
@@ -132,16 +132,29 @@ class NormalizedSoftmaxLoss(_WeightLoss):
         super().__init__(num_classes, embedding_size, 0.0, 1 / temperature, **kwargs)
         self.temperature = temperature
 
+    def _check_distance(self) -> None:
+        if type(self.distance) is DotProductSimilarity and self.distance.power == 1:
+            return  # also of embeddings as long as they are
+        super()._check_distance()
+
     def per_item(self, embeddings: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
-        """By nearkin."""
+        """By nearkin; of free length |x| cos, which is SphereFace without a margin."""
+        if not self.distance.normalize_embeddings:
+            scaled = embeddings / self.temperature
+            return losses.sphereface_loss(scaled, labels, rows, margin=1, annealing=0.0, reduction="none")
         return losses.normalized_softmax_loss(embeddings, labels, rows, scale=1 / self.temperature, reduction="none")
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """The similarity of each class over the temperature, (B, C)."""
+        cosines = super().get_logits(embeddings)
+        return cosines if self.distance.normalize_embeddings else cosines * distances.length(embeddings)[:, None]
 
     def get_default_distance(self) -> BaseDistance:
         """Inner products of unit rows."""
         return DotProductSimilarity()
 
 
-class CosFaceLoss(_WeightLoss):
+class CosFaceLoss(WeightLoss):
     """`nearkin.losses.cosface_loss`."""
 
     def __init__(
@@ -155,7 +168,7 @@ class CosFaceLoss(_WeightLoss):
         return losses.cosface_loss(embeddings, labels, rows, **options, reduction="none")
 
 
-class ArcFaceLoss(_WeightLoss):
+class ArcFaceLoss(WeightLoss):
     """`nearkin.losses.arcface_loss`; the margin is given in degrees and kept in radians, as in the original."""
 
     def __init__(
@@ -213,7 +226,7 @@ class SubCenterArcFaceLoss(ArcFaceLoss):
         return outliers, rows[torch.arange(self.num_classes, device=rows.device), dominant].T
 
 
-class SphereFaceLoss(_WeightLoss):
+class SphereFaceLoss(WeightLoss):
     """`nearkin.losses.sphereface_loss` without annealing; `scale` multiplies the embeddings."""
 
     def __init__(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nearkin.compat.pml.recording import Recording
+from nearkin.compat.pml.recording import Recording, RefusedArguments
 from nearkin.compat.pml.utils import loss_and_miner_utils as indexing
 
 __all__ = ["CrossBatchMemory", "MultipleLosses", "SelfSupervisedLoss"]
@@ -87,24 +87,37 @@ class CrossBatchMemory(_Wrapper):
             if indices_tuple is not None:
                 raise ValueError("indices_tuple and enqueue_mask exclude each other, got both")
             if len(enqueue_mask) != len(embeddings):
-                raise ValueError(f"enqueue_mask must have {len(embeddings)} entries, got {len(enqueue_mask)}")
+                raise RefusedArguments(f"enqueue_mask must have {len(embeddings)} entries, got {len(enqueue_mask)}")
             mask = enqueue_mask.to(embeddings.device)
             stored, stored_labels = embeddings[mask], labels[mask]
             embeddings, labels = embeddings[~mask], labels[~mask]
         if len(stored) > self.memory_size:
-            raise ValueError(f"memory_size must be at least the batch, {len(stored)}, got {self.memory_size}")
+            raise RefusedArguments(f"memory_size must be at least the batch, {len(stored)}, got {self.memory_size}")
         self.add_to_memory(stored, stored_labels)
         size = self.memory_size if self.has_been_filled else self.queue_idx
         memory, memory_labels = self.embedding_memory[:size].clone(), self.label_memory[:size].clone()
-        if self.miner is None:
-            chosen = indexing.get_all_pairs_indices(labels, memory_labels)
-        else:
-            chosen = self.miner(embeddings, labels, memory, memory_labels)
-        if enqueue_mask is None:
-            chosen = indexing.without_self_pairs(chosen, self.curr_batch_idx)
-        if indices_tuple is not None:
-            chosen = self._with_mined(chosen, indices_tuple, labels)
+        chosen = self.create_indices_tuple(
+            embeddings, labels, memory, memory_labels, indices_tuple, enqueue_mask is None
+        )
         return self.loss(embeddings, labels, chosen, memory, memory_labels)
+
+    def create_indices_tuple(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        E_mem: Tensor,
+        L_mem: Tensor,
+        input_indices_tuple: Any,
+        do_remove_self_comparisons: bool,
+    ) -> tuple[Tensor, ...]:
+        """The pairs or triplets of the batch with the memory, and after them a miner's within the batch."""
+        if self.miner is None:
+            chosen = indexing.get_all_pairs_indices(labels, L_mem)
+        else:
+            chosen = self.miner(embeddings, labels, E_mem, L_mem)
+        if do_remove_self_comparisons:
+            chosen = indexing.without_self_pairs(chosen, self.curr_batch_idx)
+        return chosen if input_indices_tuple is None else self._with_mined(chosen, input_indices_tuple, labels)
 
     def _with_mined(self, chosen: tuple[Tensor, ...], mined: Any, labels: Tensor) -> tuple[Tensor, ...]:
         """A miner's indices within the batch, as rows of the memory, after the chosen ones."""
@@ -114,8 +127,8 @@ class CrossBatchMemory(_Wrapper):
             mined[place] = self.curr_batch_idx[mined[place]]
         return tuple(torch.cat(both) for both in zip(chosen, mined, strict=True))
 
-    def add_to_memory(self, embeddings: Tensor, labels: Tensor) -> None:
-        """The newest replace the oldest."""
+    def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int | None = None) -> None:
+        """The newest replace the oldest; batch_size, the number of rows, need not be given."""
         self.embedding_memory = self.embedding_memory.to(embeddings)
         self.label_memory = self.label_memory.to(labels)
         end = self.queue_idx + len(embeddings)
@@ -161,13 +174,13 @@ class MultipleLosses(nn.Module):
             raise TypeError(f"{argument} must be {kind}, as losses is, got {type(values).__name__}")
         named = dict(values) if self.is_dict else {str(i): value for i, value in enumerate(values)}
         if set(named) - set(names) or (complete and set(named) != set(names)):
-            raise ValueError(f"{argument} must have the keys of losses, {sorted(names)}, got {sorted(named)}")
+            raise RefusedArguments(f"{argument} must have the keys of losses, {sorted(names)}, got {sorted(named)}")
         return named
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Any:
         """The weighted sum."""
         if len(self.miners) and indices_tuple is not None:
-            raise ValueError("indices_tuple must be None where miners are given: each loss has its own")
+            raise RefusedArguments("indices_tuple must be None where miners are given: each loss has its own")
         total: Any = 0
         named = self.losses.items() if self.is_dict else ((str(i), loss) for i, loss in enumerate(self.losses))
         for name, loss in named:

@@ -16,9 +16,18 @@ from nearkin.evaluation.clustering import agreement
 from nearkin.evaluation.kmeans import kmeans
 from nearkin.evaluation.retrieval.knn import nearest
 
-__all__ = ["AccuracyCalculator", "mean_average_precision", "mean_reciprocal_rank", "precision_at_k", "r_precision"]
+__all__ = [
+    "AccuracyCalculator",
+    "get_label_match_counts",
+    "get_lone_query_labels",
+    "mean_average_precision",
+    "mean_reciprocal_rank",
+    "precision_at_k",
+    "r_precision",
+]
 
 Compare = Callable[[Tensor, Tensor], Tensor]
+EQUALITY: Compare = torch.eq
 
 
 def __dir__() -> list[str]:
@@ -147,19 +156,20 @@ class AccuracyCalculator:
         knn_labels: Tensor,
         query_labels: Tensor,
         not_lone_query_mask: Tensor,
-        positives: Tensor,
-        num_k: int,
+        label_counts: tuple[Any, Any],
+        ref_includes_query: bool,
+        num_k: int | None = None,
         cut: bool = False,
         **_: Any,
     ) -> Any:
-        """Over the queries that have a positive among the references; NaN without any."""
+        """Over the queries that have a positive among the references; NaN without any. num_k: None for all columns."""
         known = not_lone_query_mask
         labels = query_labels[known]
         same = _same(self.label_comparison_fn, labels, knn_labels[known][:, : num_k if cut else None])
         if not len(labels):
-            number = len(torch.unique(query_labels, dim=0))
-            return [math.nan] * number if self.return_per_class else math.nan
-        return averaged(metric(same, positives[known]), labels, self.avg_of_avgs, self.return_per_class)
+            return [math.nan] * len(label_counts[0]) if self.return_per_class else math.nan
+        positives = _positives(labels, label_counts, ref_includes_query, self.label_comparison_fn)
+        return averaged(metric(same, positives), labels, self.avg_of_avgs, self.return_per_class)
 
     def get_cluster_labels(self, query: Tensor, query_labels: Tensor, **_: Any) -> Tensor:
         """As many clusters as classes."""
@@ -203,31 +213,22 @@ class AccuracyCalculator:
         self, query: Tensor, query_labels: Tensor, reference: Tensor, reference_labels: Tensor, own: bool
     ) -> dict[str, Any]:
         """What the retrieval metrics take."""
-        positives, kinds, counts = self._positives(query_labels, reference_labels, own)
-        lone = positives <= 0
+        label_counts = get_label_match_counts(query_labels, reference_labels, self.label_comparison_fn)
+        lone, known = get_lone_query_labels(query_labels, label_counts, own, self.label_comparison_fn)
+        positives = _positives(query_labels, label_counts, own, self.label_comparison_fn)
         room = len(reference) - own
-        num_k = min(self.determine_k(counts, len(reference), own), room)
+        num_k = min(self.determine_k(label_counts[1], len(reference), own), room)
         ranked = {"r_precision", "mean_average_precision_at_r"} & set(self.curr_function_dict)
         searched = max(num_k, min(int(positives.max()), room)) if ranked else num_k
         distance, indices = self.knn_func(query, max(searched, 1), reference, own)
         return {
-            "label_counts": (kinds, counts),
+            "label_counts": label_counts,
             "knn_labels": reference_labels[indices],
             "knn_distances": distance,
-            "lone_query_labels": torch.unique(query_labels[lone], dim=0),
-            "not_lone_query_mask": ~lone,
-            "positives": positives,
+            "lone_query_labels": lone,
+            "not_lone_query_mask": known,
             "num_k": num_k,
         }
-
-    def _positives(self, query_labels: Tensor, reference_labels: Tensor, own: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """How many references are of each query's class, itself left out; the classes of queries and their counts."""
-        kinds, inverse = torch.unique(query_labels, dim=0, return_inverse=True)
-        counts = torch.stack(
-            [_same(self.label_comparison_fn, one[None], reference_labels[None]).sum() for one in kinds]
-        )
-        itself = _same(self.label_comparison_fn, kinds, kinds[:, None]).squeeze(1).long() if own else 0
-        return (counts - itself)[inverse], kinds, counts
 
     def determine_k(self, bin_counts: Tensor, num_reference_embeddings: int, ref_includes_query: bool) -> int:
         """How many neighbours MAP and MRR read."""
@@ -253,6 +254,34 @@ def _same(compare: Compare, labels: Tensor, others: Tensor) -> Tensor:
     """(Q, K) bool of labels (Q, …) with others (Q, K, …); labels of several columns are the same if all are."""
     same = compare(labels[:, None], others)
     return same.flatten(2).all(2) if same.dim() > 2 else same
+
+
+def get_label_match_counts(
+    query_labels: Tensor, reference_labels: Tensor, label_comparison_fn: Compare = torch.eq
+) -> tuple[Tensor, Tensor]:
+    """The classes of the queries, and how many references are of each."""
+    kinds = torch.unique(query_labels, dim=0)
+    return kinds, torch.stack([_same(label_comparison_fn, one[None], reference_labels[None]).sum() for one in kinds])
+
+
+def get_lone_query_labels(
+    query_labels: Tensor,
+    label_counts: tuple[Any, Any],
+    ref_includes_query: bool,
+    label_comparison_fn: Compare = torch.eq,
+) -> tuple[Tensor, Tensor]:
+    """Classes of queries without a positive among the references; which queries have one, (Q,) bool."""
+    known = _positives(query_labels, label_counts, ref_includes_query, label_comparison_fn) > 0
+    return torch.unique(query_labels[~known], dim=0), known
+
+
+def _positives(labels: Tensor, label_counts: tuple[Any, Any], own: bool, compare: Compare = torch.eq) -> Tensor:
+    """How many references are of each query's class, (Q,), itself left out; 0 for a class that has no count."""
+    kinds, counts = (torch.as_tensor(x, device=labels.device) for x in label_counts)
+    itself = _same(compare, kinds, kinds[:, None]).squeeze(1).long() if own else torch.zeros_like(counts)
+    every, place = torch.unique(torch.cat([kinds, labels]), dim=0, return_inverse=True)
+    number = counts.new_zeros(len(every)).index_copy(0, place[: len(kinds)], counts - itself)
+    return number[place[len(kinds) :]]
 
 
 def _within(same: Tensor, number: Tensor) -> Tensor:
@@ -303,7 +332,8 @@ def r_precision(
     label_comparison_fn: Compare = torch.eq,
 ) -> Any:
     """As the method of the same name, of labels that are given."""
-    labels, number = _counted(gt_labels, label_counts, ref_includes_query)
+    labels = gt_labels.squeeze(1)
+    number = _positives(labels, label_counts, ref_includes_query)
     values = _within(_same(label_comparison_fn, labels, knn_labels), number).sum(1) / number
     return averaged(values, labels, avg_of_avgs, return_per_class)
 
@@ -319,7 +349,8 @@ def mean_average_precision(
     at_r: bool = False,
 ) -> Any:
     """As the method of the same name, of labels that are given."""
-    labels, number = _counted(gt_labels, label_counts, ref_includes_query)
+    labels = gt_labels.squeeze(1)
+    number = _positives(labels, label_counts, ref_includes_query)
     same = _same(label_comparison_fn, labels, knn_labels)
     values = _average_precision(_within(same, number) if at_r else same, number)
     return averaged(values, labels, avg_of_avgs, return_per_class)
@@ -336,9 +367,3 @@ def mean_reciprocal_rank(
     labels = gt_labels.squeeze(1)
     values = _reciprocal(_same(label_comparison_fn, labels, knn_labels))
     return averaged(values, labels, avg_of_avgs, return_per_class)
-
-
-def _counted(gt_labels: Tensor, label_counts: tuple[Tensor, Tensor], own: bool) -> tuple[Tensor, Tensor]:
-    labels, (kinds, counts) = gt_labels.squeeze(1), label_counts
-    match = _same(torch.eq, labels, kinds[None])  # (Q, classes)
-    return labels, counts[match.long().argmax(1)] - int(own)
