@@ -460,6 +460,19 @@ def test_a_gallery_is_converted_there_and_back(tmp_path):
         Gallery.open(place, stored="int8")
 
 
+def test_a_conversion_builds_the_new_form_alone_and_leaves_no_file_of_the_old_one(tmp_path, monkeypatch):
+    """In a gallery that was just opened, as `nearkin gallery convert` does."""
+    place, built = tmp_path / "g", []
+    enrolled(place, rows_in_classes(50), "int8").close()
+    build = index_build.build
+    monkeypatch.setattr(index_build, "build", lambda *a, **b: (built.append(a[2].text), build(*a, **b))[1])
+    for form in ("binary", "short:8", None):
+        with Gallery.open(place) as gallery:
+            gallery.store_as(form)
+        assert (tmp_path / "g.codes").exists() == (form is not None)
+    assert built == ["binary", "short:8"]
+
+
 def test_the_encoding_of_a_row_is_the_same_in_any_company():
     rows = rows_in_classes(100)
     for kind, dim in (("int8", DIM), ("binary", DIM), ("short", 8)):
