@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nearkin.core import files
 from nearkin.gallery import Gallery
 from nearkin.gallery.schema import unit
 from nearkin.gallery.stores import disk_index, index_build, list_search, matrix, stored_forms
@@ -439,6 +440,16 @@ def test_a_kill_while_enrolling_and_building_loses_nothing(tmp_path):
                 assert ids_of(gallery.search(query, 5, exact=True)) == fast_float64(rows[:count], query, 5)
             assert gallery.check().whole
         assert not [name for name in os.listdir(tmp_path) if name.endswith(".lock")]
+
+
+def test_what_a_killed_builder_left_is_removed_and_a_living_ones_file_is_not(tmp_path):
+    left, living, foreign = (tmp_path / name for name in (".g.codes.0123abcd", ".g.codes.4567abcd", ".g.codes.x"))
+    for path in (left, living, foreign):
+        path.write_bytes(b"half")
+    with living.open("r+b") as file:
+        files.hold(file)
+        enrolled(tmp_path / "g", rows_in_classes(50), "int8").search(rows_in_classes(50)[3], 1)
+        assert not left.exists() and living.exists() and foreign.exists()
 
 
 # --- conversion
