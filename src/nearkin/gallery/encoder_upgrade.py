@@ -304,7 +304,8 @@ def _composed(last: bridge_scale.Scale, first: bridge_scale.Scale) -> list[list[
 
 
 def _table(pairs: Pairs, mapped: Floats, held: Any, codes: Any) -> list[dict[str, Any]]:
-    """Recall@1 and MAP@R of held-out items with 95 % intervals over classes: old–old, new–old, new–new."""
+    """Recall@1 and MAP@R of held-out items with 95 % intervals over classes, None for fewer than 5 of them: old–old,
+    new–old, new–new."""
     old, new = pairs.old[held], pairs.new[held]
     classes = None if codes is None else np.unique(codes[held], return_inverse=True)[1]
     rows = []
@@ -314,14 +315,17 @@ def _table(pairs: Pairs, mapped: Floats, held: Any, codes: Any) -> list[dict[str
         first, precision, places = bridge.per_query(queries, found, classes)
         groups = torch.from_numpy(np.arange(len(places)) if classes is None else classes[places])
         intervals = [
-            list(map(float, share_interval(torch.tensor(values, dtype=torch.float64), groups)))
-            for values in (first, precision)
+            _known(*share_interval(torch.tensor(values, dtype=torch.float64), groups)) for values in (first, precision)
         ]
         figures = {"recall@1": float(np.mean(first)), "map@r": float(np.mean(precision))}
         rows.append(
             {"rows": name} | figures | dict(zip(("recall@1_interval", "map@r_interval"), intervals, strict=True))
         )
     return rows
+
+
+def _known(low: float, high: float) -> list[float] | None:
+    return None if np.isnan(low) else [float(low), float(high)]
 
 
 # --- error rates
