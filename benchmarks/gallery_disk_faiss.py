@@ -108,7 +108,7 @@ def searched(
             times.append((time.perf_counter() - begun) * 1e3)
             hits += len(truth[q] & set(ids)) if 0 <= q < len(truth) else 0
         lines.append((f"{name}: p50 at {depth}{how}", float(np.median(times[20:])), "ms"))
-        lines.append((f"{name}: recall@10 at {depth}{how}", hits / (K * len(truth)), ""))
+        lines.append((f"{name}: recall@10 at {depth}{how}", hits / (K * min(len(truth), len(queries))), ""))
     return lines
 
 
