@@ -158,12 +158,13 @@ def _child(work: Callable[[int], None]) -> tuple[int, int]:
     return child, read
 
 
-def _received(read: int) -> list[int]:
+def _received(read: int, every: bool = False) -> list[int]:
+    """The numbers that were acknowledged; every: also those below 0."""
     content = b""
     while part := os.read(read, 65536):
         content += part
     os.close(read)
-    return [number for (number,) in struct.iter_unpack("q", content) if number >= 0]
+    return [number for (number,) in struct.iter_unpack("q", content) if every or number >= 0]
 
 
 def study(case: Case, kills: int, seed: int, server: Server | None) -> int:

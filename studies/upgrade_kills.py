@@ -7,7 +7,8 @@ when it has returned. Half of the time another one enrols pictures meanwhile and
 change of the encoder. Both are killed at a random moment, and on PostgreSQL every fifth time the server with all its
 processes too. Then the gallery is verified: every checksum; every acknowledged picture is there once, under its label;
 all vectors have the length of one encoder; a row that is not marked as bridged is what that encoder makes of its
-picture; after an acknowledged upgrade no row is bridged whose original is there. Any fault ends with exit code 1.
+picture; after an acknowledged upgrade no row is bridged whose original is there. A child that ends by itself is a
+fault, with its words: every kill must hit a running upgrade. Any fault ends with exit code 1.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import struct
 import sys
 import tempfile
 import time
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +42,14 @@ from nearkin.gallery.schema import row_encoder
 from postgres_server import Server, binaries
 
 ORIGINALS, UPLOADS, BATCH = 420, 60, 5
-TICK, TICKS = struct.pack("q", -1), 30  # a step of the child; it is killed after up to so many
+MOST_BATCHES = 6  # of pictures between two kills: all are verified after each
+PHASES = ("starting", "embedding originals", "fitting the bridge", "mapping rows", "renewing rows")
+TICKS = 30  # steps of the child, after up to which it is killed
 DIMS = (8, 12)  # of the two encoders
 KINDS = {"procrustes": ((0.1,),), "ridge": ((0.1,),)}  # those that are fitted in no time
 
 
+@cache
 def picture(number: int) -> bytes:
     """A PNG, a function of its number alone, different from all others."""
     pixels = np.random.default_rng(number).integers(0, 256, (20, 24), dtype=np.uint8)
@@ -89,18 +95,18 @@ class Case:
             now = self.fingerprints.index(_fingerprint(self.place))
             unfinished = _unfinished(self.place)
             target = now if unfinished and self.last != now else 1 - now
-            room.upgrade(self.place, self.runs[target], progress=lambda *_: os.write(pipe, TICK) and None)
+            room.upgrade(self.place, self.runs[target], progress=lambda what, *_: _tick(pipe, what))
             self.last = target
             os.write(pipe, struct.pack("q", target))
 
     def write(self, pipe: int) -> None:
         """In a child: enrols pictures until it is killed."""
         with Gallery.open(self.place, room.run_of(self.place)) as gallery:
-            number = self.acknowledged
-            while True:
+            for number in range(self.acknowledged, self.acknowledged + MOST_BATCHES):
                 gallery.enrol(uploads(number), f"batch {number}")
                 os.write(pipe, struct.pack("q", number))
-                number += 1
+            while True:
+                time.sleep(1)
 
     def faults(self) -> list[str]:
         wrong: list[str] = []
@@ -157,6 +163,34 @@ class Case:
         return wrong + [f"nobody enrolled row {row.id}" for row in rows.values()]
 
 
+def _tick(pipe: int, what: str) -> None:
+    """Tells the parent what the child does."""
+    os.write(pipe, struct.pack("q", -1 - PHASES.index(what if what in PHASES else PHASES[0])))
+
+
+def _said(work: Any, words: Path) -> Any:
+    """A child's work, whose last words are kept."""
+
+    def working(pipe: int) -> None:
+        try:
+            work(pipe)
+        except BaseException as error:
+            words.write_text(f"{type(error).__name__}: {error}")
+            raise
+
+    return working
+
+
+def _end(child: int, words: Path) -> str:
+    """Kills a child of ours, not yet waited for; returns what it said where it had ended by itself."""
+    ended, _ = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return ""
+    return f"ended by itself: {words.read_text() if words.exists() else 'no words'}"
+
+
 def _fingerprint(place: str) -> str:
     with Gallery.open(place) as gallery:
         return gallery.fingerprint or ""
@@ -169,11 +203,12 @@ def _unfinished(place: str) -> bool:
 
 def study(case: Case, kills: int, seed: int, server: Server | None, say: Any = print) -> int:
     """The number of faults in `kills` kills."""
-    chance, wrong, upgrades = random.Random(seed), 0, 0
+    chance, wrong, upgrades, phases = random.Random(seed), 0, 0, Counter[str]()
     case.prepare()
+    words = case.folder / "words.txt"
     for trial in range(1, kills + 1):
-        writer = _child(case.write) if chance.random() < 0.5 else None
-        worker = _child(case.work)
+        writer = _child(_said(case.write, words)) if chance.random() < 0.5 else None
+        worker = _child(_said(case.work, words))
         seen = b""
         for _ in range(chance.randint(0, TICKS)):  # by steps and not by time: as random on a busy machine
             seen += os.read(worker[1], 8)
@@ -181,28 +216,30 @@ def study(case: Case, kills: int, seed: int, server: Server | None, say: Any = p
         hits_server = server is not None and trial % 5 == 0
         if hits_server and server is not None:
             server.kill()
-        for child, _ in filter(None, (worker, writer)):
-            os.kill(child, signal.SIGKILL)  # our child, not yet waited for
-            os.waitpid(child, 0)
+        messages = [_end(child, words) for child, _ in filter(None, (worker, writer))]
         if hits_server and server is not None:
             server.start()
-        done = [number for (number,) in struct.iter_unpack("q", seen) if number >= 0] + _received(worker[1])
+            messages = []  # without its server a child ends
+        numbers = [*(n for (n,) in struct.iter_unpack("q", seen)), *_received(worker[1], every=True)]
         batches = _received(writer[1]) if writer is not None else []
+        done = [number for number in numbers if number >= 0]
+        phases[PHASES[-1 - numbers[-1]] if numbers and numbers[-1] < 0 else PHASES[0]] += 1
         upgrades += len(done)
         case.last = done[-1] if done else case.last
         case.acknowledged = batches[-1] + 1 if batches else case.acknowledged
         if _fingerprint(case.place) != case.fingerprints[case.last]:
             case.last = -1  # the next upgrade has begun
-        messages = case.faults()
+        messages = [line for line in messages if line] + case.faults()
+        words.unlink(missing_ok=True)
         wrong += len(messages)
         for line in messages:
             say(f"upgrade, kill {trial}: {line}", flush=True)
         _tidy(case, server)
         if trial % 10 == 0:
-            say(f"{trial} kills, {upgrades} upgrades acknowledged, {wrong} faults so far", flush=True)
+            say(f"{trial} kills, {upgrades} upgrades acknowledged, {wrong} faults so far; {dict(phases)}", flush=True)
     kind = "PostgreSQL" if server else "SQLite"
     counts = f"{kills} kills, {upgrades} upgrades and {case.acknowledged} batches acknowledged, {wrong} faults"
-    say(f"upgrade on {kind}: {counts}", flush=True)
+    say(f"upgrade on {kind}: {counts}; last seen {dict(phases)}", flush=True)
     return wrong
 
 

@@ -283,6 +283,7 @@ BAD = [
     (lambda p: room.copy(p / "none", p / "r"), "none: no such gallery"),
     (lambda p: room.copy(p / "g", p / "g", overwrite=True), "target must be another place than the source"),
     (lambda p: room.check_backup(p / "empty"), "empty: has no backup"),
+    (lambda p: room.check_backup(p / "g"), "g: a backup is a folder, this is a file"),
 ]
 
 
@@ -437,6 +438,22 @@ def test_copies_answer_alike_in_both_directions(tmp_path):
     assert content_of(first) == content_of(second) == content_of(tmp_path / "third")
     with Gallery.open(first) as one, Gallery.open(tmp_path / "third") as other:
         assert one._store.facts().gallery != other._store.facts().gallery, "two galleries, whose backups are separate"
+
+
+def test_the_stored_form_goes_with_a_copy_and_comes_back_from_postgres(tmp_path, vectors):
+    first, second, third = str(tmp_path / "first"), place_of("postgres", tmp_path), str(tmp_path / "third")
+    with Gallery.open(first, dim=len(vectors[0]), stored="int8") as gallery:
+        gallery.enrol(vectors, "a")
+    room.copy(first, second)
+    room.copy(second, third)
+    answers = []
+    for place in (first, second, third):
+        with Gallery.open(place) as gallery:
+            answers.append(list(gallery.search(vectors[3], 5)))
+            assert gallery.stats().get("stored") == (None if place == second else "int8")
+    assert answers[0] == answers[1] == answers[2]
+    with pytest.raises(ValueError, match="is for galleries in a file; PostgreSQL has its own index"):
+        Gallery.open(second, stored="int8")
 
 
 def test_notes_go_with_the_rows(place, target, tmp_path, vectors):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nearkin.core import files
 from nearkin.gallery import Gallery
 from nearkin.gallery.schema import unit
 from nearkin.gallery.stores import disk_index, index_build, list_search, matrix, stored_forms
@@ -441,6 +442,16 @@ def test_a_kill_while_enrolling_and_building_loses_nothing(tmp_path):
         assert not [name for name in os.listdir(tmp_path) if name.endswith(".lock")]
 
 
+def test_what_a_killed_builder_left_is_removed_and_a_living_ones_file_is_not(tmp_path):
+    left, living, foreign = (tmp_path / name for name in (".g.codes.0123abcd", ".g.codes.4567abcd", ".g.codes.x"))
+    for path in (left, living, foreign):
+        path.write_bytes(b"half")
+    with living.open("r+b") as file:
+        files.hold(file)
+        enrolled(tmp_path / "g", rows_in_classes(50), "int8").search(rows_in_classes(50)[3], 1)
+        assert not left.exists() and living.exists() and foreign.exists()
+
+
 # --- conversion
 
 
@@ -458,6 +469,19 @@ def test_a_gallery_is_converted_there_and_back(tmp_path):
             assert (tmp_path / "g.codes").exists() == (form is not None)
     with pytest.raises(ValueError, match="nearkin gallery convert"):
         Gallery.open(place, stored="int8")
+
+
+def test_a_conversion_builds_the_new_form_alone_and_leaves_no_file_of_the_old_one(tmp_path, monkeypatch):
+    """In a gallery that was just opened, as `nearkin gallery convert` does."""
+    place, built = tmp_path / "g", []
+    enrolled(place, rows_in_classes(50), "int8").close()
+    build = index_build.build
+    monkeypatch.setattr(index_build, "build", lambda *a, **b: (built.append(a[2].text), build(*a, **b))[1])
+    for form in ("binary", "short:8", None):
+        with Gallery.open(place) as gallery:
+            gallery.store_as(form)
+        assert (tmp_path / "g.codes").exists() == (form is not None)
+    assert built == ["binary", "short:8"]
 
 
 def test_the_encoding_of_a_row_is_the_same_in_any_company():

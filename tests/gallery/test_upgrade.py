@@ -275,14 +275,15 @@ def test_a_damaged_note_leaves_similarities_only(tmp_path, runs, few):
         assert len(gallery.search(picture(3), 99)) == 35
 
 
-def test_the_command(tmp_path, runs, few):
+@pytest.mark.parametrize("labels", [12, 10, COUNT])  # 10: too few are held out for an interval; one picture of each
+def test_the_command(tmp_path, runs, few, labels):
     photos = tmp_path / "photos"
     photos.mkdir()
     for i in range(COUNT):
         (photos / f"{i}.png").write_bytes(picture(i))
     place = str(tmp_path / "g")
     with Gallery.open(place, runs[0]) as gallery:
-        gallery.enrol([str(photos / f"{i}.png") for i in range(COUNT)], [f"c{i % 12}" for i in range(COUNT)])
+        gallery.enrol([str(photos / f"{i}.png") for i in range(COUNT)], [f"c{i % labels}" for i in range(COUNT)])
         gallery.enrol([picture(1000 + i) for i in range(UPLOADS)], "upload")
     out = output_of(run("gallery", "upgrade", place, "--run", runs[1]))
     assert "fitted on" in out and "new-old" in out and "72 rows, 60 embedded again, 12 over the bridge" in out
@@ -291,6 +292,15 @@ def test_the_command(tmp_path, runs, few):
     assert plain["bridged"] == 12 and plain["renewed"] == 0
     result = separate_runner().invoke(app, ["gallery", "upgrade", str(tmp_path / "no"), "--run", str(runs[1])])
     assert result.exit_code == 2 and "no such gallery" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_classes_of_several_items_are_held_out_whatever_the_others():
+    labels = [f"pair {i // 2}" for i in range(20)] + [f"single {i}" for i in range(400)]
+    for seed in range(20):
+        codes, held, by_class = encoder_upgrade.split_classes(labels, 0.4, seed)
+        assert by_class and held[:20].sum() == 8 and held[20:].sum() == 160
+        assert all(held[codes == code].all() or not held[codes == code].any() for code in range(codes.max() + 1))
+    assert not encoder_upgrade.split_classes(labels[2:], 0.4, 0)[2], "9 labels of several items are too few"
 
 
 @pytest.mark.slow

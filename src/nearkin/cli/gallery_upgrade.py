@@ -85,7 +85,9 @@ def _print(gallery: str, result: Any) -> None:
         print_note(f"bridged rows have no calibration, so there is only a similarity: {result.why}")
 
 
-def _percent(value: float, interval: list[float]) -> str:
+def _percent(value: float, interval: list[float] | None) -> str:
+    if interval is None:  # too few classes
+        return f"{100 * value:.1f}"
     return f"{100 * value:.1f} ({100 * interval[0]:.1f}–{100 * interval[1]:.1f})"
 
 

@@ -38,6 +38,28 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
     flush_folder(final.parent)
 
 
+def hold(file: IO[bytes]) -> None:
+    """Marks a temporary file of `replacing` as in use, for `remove_abandoned`."""
+    _lock(file.fileno())
+
+
+def remove_abandoned(path: Path) -> None:
+    """Removes the temporary files of `replacing(path)` that killed processes left, of files that are held."""
+    final = path.resolve()
+    stem = f".{final.name}."
+    for part in final.parent.iterdir():
+        if not part.name.startswith(stem) or len(part.name) != len(stem) + 8:
+            continue
+        with suppress(OSError):
+            handle = os.open(part, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                abandoned = os.fstat(handle).st_size > 0 and _lock(handle)  # an empty one may not be held yet
+            finally:
+                os.close(handle)
+            if abandoned:
+                part.unlink()
+
+
 def is_link(path: Path) -> bool:
     """Whether the path is only a link to somewhere else: a symbolic link, or a junction of Windows."""
     return path.is_symlink() or bool(getattr(path, "is_junction", bool)())  # junctions: Python 3.12 and newer

@@ -267,6 +267,8 @@ def check_backup(folder: str | Path, *, progress: Progress | None = None) -> lis
 
 def existing_points(folder: str | Path) -> tuple[Path, list[Point]]:
     home = Path(folder).expanduser()
+    if home.is_file():
+        raise ValueError(f"{home}: a backup is a folder, this is a file")
     if not home.is_dir():
         raise ValueError(f"{home}: no such folder; nearkin gallery backup GALLERY {home} makes it")
     listed = backup_points.points(home)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from nearkin.core import checks
 from nearkin.gallery.schema import Floats, unit
 
-__all__ = ["KINDS", "Bridge", "Choice", "choose", "fit", "per_query", "quality"]
+__all__ = ["KINDS", "Bridge", "Choice", "choose", "fit", "of_share", "per_query", "quality"]
 
 Wide: TypeAlias = NDArray[np.float64]
 Map = Callable[[Wide], Wide]
@@ -82,7 +82,7 @@ def choose(old: Floats, new: Floats, classes: NDArray[np.int64], labelled: bool 
     """
     draw = np.random.default_rng([seed, 1])
     order = draw.permutation(np.unique(classes))
-    inside = np.isin(classes, order[: max(1, int(len(order) * INNER))])
+    inside = of_share(classes, order, lambda count: int(count * INNER))
     fitted, judged = (draw.permutation(np.flatnonzero(part))[:MOST_CHOICE] for part in (inside, ~inside))
     kinds = {kind: KINDS[kind] for kind in KINDS if kind != "identity" or old.shape[1] == new.shape[1]}
     tried = dict.fromkeys(kinds, -1.0)
@@ -95,6 +95,14 @@ def choose(old: Floats, new: Floats, classes: NDArray[np.int64], labelled: bool 
                 tried[kind], best[kind] = value, settings
     kind = next(kind for kind in kinds if tried[kind] >= TIE * max(tried.values()))
     return Choice(fit(kind, best[kind], old, new, seed), tried, best)
+
+
+def of_share(classes: NDArray[np.int64], order: NDArray[np.int64], share: Callable[[int], int]) -> NDArray[np.bool_]:
+    """The items of the first classes in this order: so many of those with several items, which can be judged by one
+    another, and so many of the others."""
+    several = np.bincount(classes)[order] > 1
+    chosen = [part[: max(1, share(len(part)))] for part in (order[several], order[~several])]
+    return np.isin(classes, np.concatenate(chosen))
 
 
 def quality(queries: Floats, rows: Floats, classes: NDArray[np.int64] | None) -> dict[str, float]:

@@ -9,6 +9,7 @@ A kill before 3 leaves the gallery as it was; after it, the same command goes on
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -46,7 +47,7 @@ FEWEST = 200  # pairs
 MOST = 10_000  # pairs
 LOOKED_UP = 10_000  # rows between two reports of progress
 HELD_OUT = 0.4  # share of the classes, or of the items without labels
-FEWEST_CLASSES = 10  # labels, below which items are held out and not classes
+FEWEST_CLASSES = 10  # labels of several items, below which items are held out and not classes
 BATCH = 256  # rows per transaction, and items encoded at a time
 Progress = Callable[[str, int, int], None]  # what is done, how far, of how many
 
@@ -251,15 +252,16 @@ def _joined(a: Pairs, b: Pairs) -> Pairs:
 def split_classes(labels: Sequence[str], held_out: float, seed: int) -> tuple[Any, Any, bool]:
     """Number of the class of each item, which items are held out, and whether these are of other classes.
 
-    An item without a label is a class of its own; with few labels so is every item.
+    An item without a label is a class of its own; with few labels, or one item of each, so is every item.
     """
     texts = np.array(labels, dtype=str)
-    by_class = len(set(labels) - {""}) >= FEWEST_CLASSES
+    several = [label for label, count in Counter(labels).items() if label and count > 1]
+    by_class = len(several) >= FEWEST_CLASSES
     alone = np.array([f"\0{i}" for i in range(len(texts))])
     names = np.where((texts != "") & by_class, texts, alone)
     _, codes = np.unique(names, return_inverse=True)
     order = np.random.default_rng([seed, 4]).permutation(codes.max() + 1)
-    return codes, np.isin(codes, order[: max(1, round(held_out * len(order)))]), by_class
+    return codes, bridge.of_share(codes, order, lambda count: round(held_out * count)), by_class
 
 
 def _bridge(
@@ -304,7 +306,8 @@ def _composed(last: bridge_scale.Scale, first: bridge_scale.Scale) -> list[list[
 
 
 def _table(pairs: Pairs, mapped: Floats, held: Any, codes: Any) -> list[dict[str, Any]]:
-    """Recall@1 and MAP@R of held-out items with 95 % intervals over classes: old–old, new–old, new–new."""
+    """Recall@1 and MAP@R of held-out items with 95 % intervals over classes, None for fewer than 5 of them: old–old,
+    new–old, new–new."""
     old, new = pairs.old[held], pairs.new[held]
     classes = None if codes is None else np.unique(codes[held], return_inverse=True)[1]
     rows = []
@@ -314,14 +317,17 @@ def _table(pairs: Pairs, mapped: Floats, held: Any, codes: Any) -> list[dict[str
         first, precision, places = bridge.per_query(queries, found, classes)
         groups = torch.from_numpy(np.arange(len(places)) if classes is None else classes[places])
         intervals = [
-            list(map(float, share_interval(torch.tensor(values, dtype=torch.float64), groups)))
-            for values in (first, precision)
+            _known(*share_interval(torch.tensor(values, dtype=torch.float64), groups)) for values in (first, precision)
         ]
         figures = {"recall@1": float(np.mean(first)), "map@r": float(np.mean(precision))}
         rows.append(
             {"rows": name} | figures | dict(zip(("recall@1_interval", "map@r_interval"), intervals, strict=True))
         )
     return rows
+
+
+def _known(low: float, high: float) -> list[float] | None:
+    return None if np.isnan(low) else [float(low), float(high)]
 
 
 # --- error rates
@@ -385,7 +391,7 @@ def _calibration(
             )
         labelled = np.array([label != "" for label in pairs.labels])[held]
         if not by_class or not labelled.any():
-            return None, f"it needs originals of {FEWEST_CLASSES} labels or more"
+            return None, f"it needs several originals of {FEWEST_CLASSES} labels or more"
         names = [label for label, use in zip(np.array(pairs.labels)[held], labelled, strict=True) if use]
         return bridge_scale.measure_across(pairs.new[held][labelled], mapped[labelled], names, scale), ""
     except ValueError as error:

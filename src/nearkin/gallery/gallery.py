@@ -40,7 +40,8 @@ __all__ = ["Enrolled", "Gallery"]
 
 TIMEOUT = 30.0  # seconds a writer waits for another
 VECTOR_BATCH = 4096  # per transaction
-LARGE_BATCH = 65_536  # per transaction, of a gallery whose index is on the disk
+LARGE_BATCH = 1 << 26  # bytes of vectors per transaction, of a gallery whose index is on the disk
+MOST_VECTORS = 131_072
 PICTURE_BATCH = 256  # per transaction: encoding them takes the time
 NEAREST = 50  # rows whose labels `identify` compares
 Progress = Callable[[int, int], None]
@@ -131,7 +132,9 @@ class Gallery:
     @property
     def vector_batch(self) -> int:
         """Vectors per transaction: more where the index of contents has outgrown memory, and each costs a page."""
-        return LARGE_BATCH if getattr(self._store, "stored", None) else VECTOR_BATCH
+        if not getattr(self._store, "stored", None):
+            return VECTOR_BATCH
+        return max(VECTOR_BATCH, min(LARGE_BATCH // (4 * self.dim), MOST_VECTORS))
 
     # --- writing
 

@@ -57,7 +57,7 @@ def open_store(
             store.create(new.replace(beyond=beyond))
             facts = store.facts()
             assert facts is not None
-        elif stored is not None and facts.beyond.get("stored") != stored:
+        elif stored is not None and facts.beyond.get("stored") != stored_as.check_form(store, stored, facts.dim):
             raise ValueError(
                 f"{store.where}: is stored as {facts.beyond.get('stored') or 'rows in memory'}, stored={stored!r} was "
                 f"asked for; change it with: nearkin gallery convert {store.where} --stored {stored}"

@@ -52,6 +52,7 @@ ENCODER = (
 )
 MAX_METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
 MAX_NAME = 4096  # characters of an item's name
+UNIT_ROWS = 4096  # brought to length 1 at a time
 MAX_DEPTH = 16  # levels of nested dicts and lists
 
 Floats: TypeAlias = NDArray[np.float32]
@@ -141,17 +142,21 @@ def unpack(vectors: Sequence[bytes], dim: int) -> Floats:
 
 def unit(rows: NDArray[Any], what: str = "vectors") -> Floats:
     """Rows (n, D) divided by their length in float64, returned in float32."""
-    wide = np.asarray(rows, np.float64)
-    largest = np.abs(wide).max(1, initial=0.0, keepdims=True)
+    rows = np.asarray(rows)
+    parts = [slice(start, start + UNIT_ROWS) for start in range(0, len(rows), UNIT_ROWS)]  # small temporary arrays
+    largest = np.zeros((len(rows), 1))
+    for part in parts:
+        largest[part] = np.abs(rows[part].astype(np.float64)).max(1, initial=0.0, keepdims=True)
     infinite = int((~np.isfinite(largest)).sum())
     if infinite:
-        raise ValueError(f"{what} must be finite, got NaN or Inf in {infinite} of {len(wide)}")
+        raise ValueError(f"{what} must be finite, got NaN or Inf in {infinite} of {len(rows)}")
     if zeros := int((largest == 0).sum()):
         raise ValueError(f"{what} must not be all 0, which has no direction; got {zeros} such")
-    # Scaled by a power of 2: no bit of an ordinary row changes, and no square overflows float64.
-    wide = np.ldexp(wide, -np.frexp(largest)[1])
-    length = np.sqrt((wide * wide).sum(1, keepdims=True))
-    normalized: Floats = (wide / length).astype(np.float32)
+    normalized: Floats = np.empty(rows.shape, np.float32)
+    for part in parts:
+        # Scaled by a power of 2: no bit of an ordinary row changes, and no square overflows float64.
+        wide = np.ldexp(rows[part].astype(np.float64), -np.frexp(largest[part])[1])
+        normalized[part] = wide / np.sqrt((wide * wide).sum(1, keepdims=True))
     return normalized
 
 

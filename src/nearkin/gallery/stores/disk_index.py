@@ -141,6 +141,7 @@ class DiskIndex:
 
     def _open(self, reader: Any, facts: Facts) -> Lists:
         """From the file, or built again with a word."""
+        files.remove_abandoned(self.index_path)  # as large as the file
         if self._rebuild:
             return self._build(reader, facts)
         with self._only_builder():
@@ -187,6 +188,7 @@ class DiskIndex:
         arguments = (self.index_path.parent, self._progress)
         try:
             with files.explained(f"{self.index_path}: the index", way_out), files.replacing(self.index_path) as file:
+                files.hold(file)
                 lists = index_build.build(reader, facts, form, file, *arguments)
             self._file = sqlite_file.file_id(self.index_path)
         except ValueError as error:

@@ -43,8 +43,11 @@ SCHEMA = (
     "CREATE TABLE changes (seq INTEGER PRIMARY KEY, id INTEGER NOT NULL)",
 )
 
-# For a writer of a gallery whose index of contents has outgrown the usual cache: every new row changes a page of it.
-WRITING_MANY = ("cache_size = -262144", "wal_autocheckpoint = 16384")
+# Every new row changes a page of the index of contents, whose hashes lie in no order. With many rows beyond memory's,
+# these pages are cached, and written back from the log after several transactions, each of them once.
+MANY = 4096  # rows of a call
+WRITING_MANY = ("cache_size = -786432", "wal_autocheckpoint = 262144")
+WRITING_FEW = ("cache_size = -65536", "wal_autocheckpoint = 1000")
 NOTES = "CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, content TEXT NOT NULL, sum BLOB NOT NULL)"
 
 
@@ -137,7 +140,7 @@ class SqliteStore:
     def add(
         self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = (), encoder: str | None = None
     ) -> list[Added]:
-        with self.transaction() as (writer, facts):
+        with self.transaction(len(rows) > MANY) as (writer, facts):
             check_encoder(self.where, facts, encoder)
             known = sqlite_file.look_up(writer, [row.content for row in rows])
             plan = plan_insert(rows, known, facts.next_id, keep)
@@ -305,6 +308,7 @@ class SqliteStore:
         with self.transaction() as (writer, facts):
             others = {key: value for key, value in facts.beyond.items() if key != "stored"}
             self.write_facts(writer, facts.replace(beyond=others | ({} if stored is None else {"stored": stored})))
+        self._stored = stored
         for ending in (".codes", ".hnsw"):
             if ending != (".hnsw" if stored is None else ".codes"):
                 self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
@@ -363,19 +367,20 @@ class SqliteStore:
         return StoreUnavailable(f"{self.where}: {what}; open the gallery again (restart the service)")
 
     @contextmanager
-    def transaction(self) -> Iterator[tuple[Any, Facts]]:
-        with self._transaction() as writer:
+    def transaction(self, many: bool = False) -> Iterator[tuple[Any, Facts]]:
+        """many: of rows, see `WRITING_MANY`."""
+        with self._transaction(many) as writer:
             yield writer, self.require_facts(writer)
 
     @contextmanager
-    def _transaction(self) -> Iterator[Any]:
+    def _transaction(self, many: bool = False) -> Iterator[Any]:
         """Everything within is committed, or nothing."""
         with self.write_lock, self.sqlite_errors():
             writer = self.connection(True)
             try:
                 if writer.in_transaction:  # the previous call was interrupted on its way out
                     writer.execute("ROLLBACK")
-                for pragma in WRITING_MANY if self._stored is not None else ():
+                for pragma in WRITING_MANY if many else WRITING_FEW:
                     writer.execute(f"PRAGMA {pragma}")
                 writer.execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError as error:

@@ -282,8 +282,9 @@ def snapshot(reader: Any) -> Iterator[None]:
 def look_up(connection: Any, contents: Sequence[bytes]) -> KnownRows:
     """Id and label of enrolled items, by content."""
     known: KnownRows = {}
-    for start in range(0, len(contents), MAX_VALUES):
-        part = contents[start : start + MAX_VALUES]
+    ordered = sorted(contents)  # as the index has them: each page is read once
+    for start in range(0, len(ordered), MAX_VALUES):
+        part = ordered[start : start + MAX_VALUES]
         query = f"SELECT content, id, label FROM items WHERE content IN ({','.join('?' * len(part))})"
         known.update((content, (i, label)) for content, i, label in connection.execute(query, part))
     return known
