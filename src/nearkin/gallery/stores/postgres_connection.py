@@ -169,6 +169,8 @@ class Connections:
                 self._prepare(connection, 0)
                 lock = "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))"
                 yield connection if connection.execute(lock, (key,)).fetchone()[0] else None
+                # A server notices the end of a connection a little later.
+                connection.execute("SELECT pg_advisory_unlock_all()")
 
     def maintain(self, statements: Sequence[str]) -> None:
         """Statements that PostgreSQL runs outside of transactions only."""
