@@ -228,9 +228,8 @@ class Search:
             near = f"SELECT id FROM {self.table} {'WHERE ' + where if where else ''}"
             near += " ORDER BY (vector <#> %s::vector) + 0, id LIMIT %s"
             # The bytes of a vector are only selected for near rows: PostgreSQL would make them of all.
-            ids = [i for (i,) in cursor.execute(near, [*values, text, count], prepare=True).fetchall()]
-            fields = f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)"
-            rows, damaged = read_rows(cursor.execute(fields, (ids,), prepare=True))
+            statement = _fetched(self.table, near)
+            rows, damaged = read_rows(cursor.execute(statement, [*values, text, count], prepare=True))
             wrong = {row.id for row in rows if terms and filter is not None and not filter.passes(row)}
             if damaged or wrong:
                 out, others = excluded(damaged) if damaged else out, others | wrong
@@ -286,11 +285,13 @@ def _statement(table: str, dim: int, form: str, parts: Parts, count: int, limit:
             near.append(f"(SELECT id FROM (SELECT id, vector {proposed}) AS proposed {compared})")
         else:
             near.append(f"(SELECT id {proposed})")
+    return _fetched(table, " UNION ALL ".join(near))
+
+
+def _fetched(table: str, near: str) -> str:
+    """The rows of the ids that a statement selects."""
     fields = COLUMNS.replace("id,", "items.id,", 1)
-    return (
-        f"WITH near AS MATERIALIZED ({' UNION ALL '.join(near)})"
-        f" SELECT {fields} FROM near JOIN {table} AS items ON items.id = near.id"
-    )
+    return f"WITH near AS MATERIALIZED ({near}) SELECT {fields} FROM near JOIN {table} AS items ON items.id = near.id"
 
 
 @lru_cache(maxsize=256)
