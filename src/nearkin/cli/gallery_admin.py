@@ -64,6 +64,14 @@ def export(
 @verbs.command(no_args_is_help=True)
 def reindex(
     gallery: GalleryArgument,
+    filter_keys: Annotated[
+        str | None,
+        typer.Option(
+            help="In PostgreSQL: keys of the metadata, or label, whose frequent values get an index of their own, so "
+            "that a filter by one of them is fast. It stays so; an empty text ends it.",
+            metavar="KEY,KEY",
+        ),
+    ] = None,
     quiet: options.SilentFlag = False,
     json: options.JsonFlag = False,
 ) -> None:
@@ -73,9 +81,10 @@ def reindex(
 
       nearkin gallery reindex birds.gallery
     """
+    keys = None if filter_keys is None else [key for key in filter_keys.split(",") if key]
     with one_sentence(), opened_gallery(gallery) as opened:
         with plain_bar("indexing") as progress:
-            opened.reindex(progress)
+            opened.reindex(progress, keys)
         state = opened.stats()["index"]
     print_result(f"{shown(gallery)}: {state}", {"gallery": shown(gallery), "index": state})
 

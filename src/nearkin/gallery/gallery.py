@@ -386,9 +386,10 @@ class Gallery:
         """Loads everything a search needs; beyond 100,000 rows builds the search index if it is not up to date."""
         self._store.warm(progress)
 
-    def reindex(self, progress: Progress | None = None) -> None:
-        """Rebuilds the search index."""
-        self._store.reindex(progress)
+    def reindex(self, progress: Progress | None = None, filter_keys: Sequence[str] | None = None) -> None:
+        """Rebuilds the search index. filter_keys: in PostgreSQL keys of the metadata, or "label", whose frequent values
+        get indexes of their own, now and later; an empty list removes these."""
+        self._store.reindex(progress, filter_keys)
 
     def store_as(self, form: str | None, progress: Progress | None = None) -> None:
         """Changes the form of the search index, as `stored` of `Gallery.open`; None: the rows in memory. Builds it."""

@@ -216,7 +216,12 @@ class Store(Protocol):
     def warm(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Loads everything a search needs; an index that is missing, stale or damaged is rebuilt."""
 
-    def reindex(self, progress: Callable[[int, int], None] | None = None) -> None: ...
+    def reindex(
+        self, progress: Callable[[int, int], None] | None = None, filter_keys: Sequence[str] | None = None
+    ) -> None:
+        """filter_keys: of the metadata, or "label": their frequent values get indexes of their own from now on, and
+        what is up to date stays. PostgreSQL only."""
+
     def check(self, progress: Callable[[int, int], None] | None = None) -> Report: ...
 
     def repair(self) -> tuple[int, Any]:

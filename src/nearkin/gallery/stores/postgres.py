@@ -24,6 +24,7 @@ from nearkin.gallery.stores import (
     plan_insert,
     postgres_bulk,
     postgres_check,
+    postgres_filters,
     postgres_index,
     postgres_rewrite,
     warn_damaged,
@@ -294,8 +295,11 @@ class PostgresStore:
         if not current:
             postgres_index.build(self, progress)
 
-    def reindex(self, progress: Callable[[int, int], None] | None = None) -> None:
-        postgres_index.build(self, progress, anew=True)
+    def reindex(
+        self, progress: Callable[[int, int], None] | None = None, filter_keys: Sequence[str] | None = None
+    ) -> None:
+        keys = None if filter_keys is None else postgres_filters.check_keys(filter_keys)
+        postgres_index.build(self, progress, anew=keys is None, keys=keys)
 
     # --- PostgreSQL
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nearkin.gallery.schema import Facts
-from nearkin.gallery.stores import Report, hnsw, postgres_index, warn_lost
+from nearkin.gallery.stores import Report, hnsw, postgres_recall, warn_lost
 from nearkin.gallery.stores.postgres_search import IndexFacts
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def check(store: "PostgresStore") -> Report:
         copies = cursor.execute(f"SELECT DISTINCT said FROM {store.schema}.facts").fetchall()
         notes += ["one copy of the gallery's description is damaged"] if len(copies) != 1 else []
     index = IndexFacts.of(facts)
-    if index is not None and postgres_index.measured_recall(store, facts, index) < hnsw.TARGET_RECALL - 0.01:
+    if index is not None and postgres_recall.measured_recall(store, facts, index) < hnsw.TARGET_RECALL - 0.01:
         notes.append("the index finds less than it should; nearkin gallery reindex makes it again")
     return Report(facts.rows, count - len(bad), bad, facts.rows - count, notes)
 

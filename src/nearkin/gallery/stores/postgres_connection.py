@@ -1,15 +1,15 @@
 """Connections of a gallery to PostgreSQL: its address, one reader and one writer, errors as one sentence each."""
 
 import re
-import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from nearkin.core.errors import StoreUnreachable
+from nearkin.gallery.stores.postgres_watchdog import Watchdog
 
 __all__ = ["Address", "Connections", "bigint_bytes", "parse_address", "shown", "vector_bytes"]
 
@@ -98,6 +98,7 @@ class Connections:
         self._reader: Any = None
         self._writer: Any = None
         self._closed = False
+        self._watchdog = Watchdog(max(timeout, 1.0), self._is_up)
 
     def close(self) -> None:
         self._closed = True
@@ -117,7 +118,7 @@ class Connections:
             connection = self._connect()
         except (self.psycopg.Error, UnicodeError) as error:
             raise StoreUnreachable(f"{self.where}: cannot be reached ({self._reason(error)})") from None
-        with self._watchdog(connection):
+        with self._watchdog.watching(connection):
             self._prepare(connection, max(1, int(self.timeout * 1000)))
         if writing:
             self._writer = connection
@@ -145,7 +146,11 @@ class Connections:
                 with connection.cursor(binary=True) as cursor:
                     yield cursor
                 return
-            with self._watchdog(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
+            with (
+                self._watchdog.watching(connection),
+                connection.transaction(),
+                connection.cursor(binary=True) as cursor,
+            ):
                 yield cursor
 
     @contextmanager
@@ -153,7 +158,11 @@ class Connections:
         """A cursor of the only writer of `key`; everything within is committed, or nothing."""
         with self._write_lock, self.errors():
             connection = self._connection(True)
-            with self._watchdog(connection), connection.transaction(), connection.cursor(binary=True) as cursor:
+            with (
+                self._watchdog.watching(connection),
+                connection.transaction(),
+                connection.cursor(binary=True) as cursor,
+            ):
                 cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (key,))
                 yield cursor
 
@@ -169,13 +178,15 @@ class Connections:
                 self._prepare(connection, 0)
                 lock = "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))"
                 yield connection if connection.execute(lock, (key,)).fetchone()[0] else None
+                # A server notices the end of a connection a little later.
+                connection.execute("SELECT pg_advisory_unlock_all()")
 
     def maintain(self, statements: Sequence[str]) -> None:
         """Statements that PostgreSQL runs outside of transactions only."""
         with self._write_lock, self.errors():
             connection = self._connection(True)
             for statement in statements:
-                with self._watchdog(connection):
+                with self._watchdog.watching(connection):
                     connection.execute(statement)
 
     @staticmethod
@@ -197,32 +208,13 @@ class Connections:
         options: dict[str, Any] = {"autocommit": True, "client_encoding": "utf8", "prepare_threshold": ON_DEMAND}
         return self.psycopg.connect(self._address.url, connect_timeout=max(2, int(self.timeout)), **options)
 
-    @contextmanager
-    def _watchdog(self, connection: Any) -> Iterator[None]:
-        """Shuts the connection down, so that its call ends, when the server does not accept another one either."""
-        done, shutting_down, wait = threading.Event(), threading.Lock(), max(self.timeout, 1.0)
-
-        def watch() -> None:
-            while not done.is_set():
-                try:
-                    self._connect().close()
-                except self.psycopg.Error as error:
-                    if "FATAL" not in str(error):  # a server that refuses is up
-                        break
-                done.wait(wait)
-            with shutting_down:
-                if not done.is_set():
-                    _shut_down(connection)
-
-        timer = threading.Timer(wait, watch)
-        timer.daemon = True
-        timer.start()
+    def _is_up(self) -> bool:
+        """Whether the server accepts another connection."""
         try:
-            yield
-        finally:
-            timer.cancel()
-            with shutting_down:
-                done.set()
+            self._connect().close()
+        except self.psycopg.Error as error:
+            return "FATAL" in str(error)  # a server that refuses is up
+        return True
 
     def _reason(self, error: Exception) -> str:
         """The first line of the error, without a password."""
@@ -257,16 +249,6 @@ def bigint_bytes(number: int) -> bytes:
 def vector_bytes(content: bytes) -> bytes:
     """A row's vector in pgvector's binary format."""
     return struct.pack(">hh", len(content) // 4, 0) + content
-
-
-def _shut_down(connection: Any) -> None:
-    """Breaks the connection for the thread that waits on it; closing it from another thread would be unsafe."""
-    with suppress(Exception):
-        shared = socket.socket(fileno=connection.fileno())
-        try:
-            shared.shutdown(socket.SHUT_RDWR)
-        finally:
-            shared.detach()
 
 
 def _psycopg() -> Any:

@@ -5,32 +5,27 @@ which takes in older ones as long as these have less than four times as many row
 one that was not finished is recognised as invalid and dropped, one that was finished after its client's end is used.
 """
 
+import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from nearkin.gallery import schema
-from nearkin.gallery.schema import Facts, Floats
-from nearkin.gallery.stores import hnsw
-from nearkin.gallery.stores.postgres_search import COLUMNS, DEEPEST, IndexFacts, best, between, read_rows
+from nearkin.gallery.schema import Facts
+from nearkin.gallery.stores import hnsw, postgres_filters, postgres_recall
+from nearkin.gallery.stores.postgres_filters import Part
+from nearkin.gallery.stores.postgres_search import IndexFacts, between
 
 if TYPE_CHECKING:
     from nearkin.gallery.stores.postgres import PostgresStore
 
-__all__ = ["EXACT", "build", "drop_all", "exact_rows", "is_current", "measured_recall", "state"]
+__all__ = ["EXACT", "build", "drop_all", "exact_rows", "is_current", "state"]
 
 EXACT = 10_000  # rows up to which every search compares all of them; newer rows that wait for a segment
-MAX_HALF, LINKS, WIDTH = 4_000, 24, 100  # dimensions of HNSW over halfvec; its links per row, candidates while building
-DEPTHS = (40, 64, 100, 160, 250, 400, 640, DEEPEST)
+LINKS, WIDTH = 24, 100  # of HNSW: links per row, candidates while building
 GROWTH = 4  # a segment takes in an older one with up to so many times its rows
-DEEP_RECALL = 0.995  # recall@100 that decides about searches with a filter
-QUERIES, NOISE = 100, 0.3  # that measure recall: rows with noise
-COMPARED = 8192  # rows at a time
+KEYS = "filter_keys"  # of the gallery's description: those whose values have indexes of their own
 POLL = 0.5  # seconds between two looks at the progress
 LEAST_MEMORY, MOST_MEMORY = 64, 2048  # MiB of maintenance_work_mem; more where the server has more
 TERMS_INDEX = "items_terms"
@@ -57,7 +52,10 @@ def state(facts: Facts) -> str:
     """How a gallery is searched, in words."""
     index, stored = IndexFacts.of(facts), facts.beyond.get("hnsw", {})
     if index is not None:
-        return f"HNSW, recall@10 {index.recall:.3f} when it was built"
+        keys = ", ".join(facts.beyond.get(KEYS, []))
+        return f"HNSW, recall@10 {index.recall:.3f} when it was built" + (
+            f"; also for filters by {keys}" if keys else ""
+        )
     if facts.rows <= exact_rows():
         return f"exact, up to {exact_rows():,} rows"
     if "too_low" in stored:
@@ -71,36 +69,54 @@ def is_current(cursor: Any, store: "PostgresStore", facts: Facts) -> bool:
     if index is None and "too_low" in stored:
         return bool(facts.rows <= 2 * stored["rows"]) and all(indexes.values())
     bounds = (1,) if index is None else index.bounds
-    return all(indexes.values()) and bounds == _chain(indexes) == _wanted(facts, bounds)
+    present = all(indexes.values()) and set(_own_names(stored)) <= set(indexes)
+    return present and bounds == _chain(indexes) == _wanted(facts, bounds)
 
 
-def build(store: "PostgresStore", progress: Progress | None = None, anew: bool = False) -> None:
+def build(
+    store: "PostgresStore", progress: Progress | None = None, anew: bool = False, keys: Sequence[str] | None = None
+) -> None:
     """Brings the index up to date; anew: one segment, built again. Where another process builds it, that one goes on.
 
-    An interruption cancels the server's work and leaves the index as it was.
+    keys: whose values get indexes of their own from now on; None: as before. An interruption cancels the server's work
+    and leaves the index as it was.
     """
     with store.connections.building(f"{store.schema}:index") as connection:
         if connection is None:
             return
         with store.connections.reading() as cursor:
             facts = store.existing_facts(cursor)
+        keys = facts.beyond.get(KEYS, []) if keys is None else keys
         indexes = _dropped(connection, store.schema, lambda _, sound: not sound)
         bounds = _wanted(facts, (1,) if anew else _chain(indexes))
-        segments = [one for one in pairwise(bounds) if anew or _name(*one) not in indexes]
         if len(bounds) > 1:
             _make_terms(connection, store.schema, indexes, anew)
-        builder = _Builder(store, connection, facts, sum(end - first for first, end in segments), progress)
-        for first, end in segments:
-            builder.segment(first, end, _name(first, end) in indexes)
+        ranges = [Part(first, end, "", "", end - first) for first, end in pairwise(bounds)]
+        parts = postgres_filters.wanted(connection, store.table, keys, bounds)
+        due = [one for one in [*ranges, *parts] if anew or _part_name(one) not in indexes]
+        builder = _Builder(store, connection, facts, sum(one.rows for one in due), progress)
+        for one in due:
+            builder.make(one, _part_name(one) in indexes)
         measured = {}
         if len(bounds) > 1:
             connection.execute(f"ANALYZE {store.table}")
-            measured = _measured(store, facts, bounds)
+            measured = postgres_recall.measured(store, facts, bounds, parts)
         with store.transaction() as (cursor, now):
-            others = {key: value for key, value in now.beyond.items() if key != "hnsw"}
+            others = {key: value for key, value in now.beyond.items() if key not in ("hnsw", KEYS)}
+            others |= {KEYS: list(keys)} if keys else {}
             store.write_facts(cursor, now.replace(beyond=others | ({"hnsw": measured} if measured else {})))
-        used = [TERMS_INDEX, *(_name(*one) for one in pairwise(measured.get("bounds", ())))]
+        used = [TERMS_INDEX, *(_name(*one) for one in pairwise(measured.get("bounds", ()))), *_own_names(measured)]
         _dropped(connection, store.schema, lambda name, _: name not in used)
+
+
+def _part_name(part: Part) -> str:
+    return part.name if part.key else _name(part.first, part.end)
+
+
+def _own_names(stored: dict[str, Any]) -> list[str]:
+    """Of the indexes of filters that the gallery's description has."""
+    own = stored.get("own", {}).items()
+    return [postgres_filters.name_of(*one, *json.loads(slot)) for slot, has in own for one in has["segments"]]
 
 
 def _name(first: int, end: int) -> str:
@@ -171,27 +187,27 @@ class _Builder:
     ) -> None:
         self._store, self._connection, self._dim = store, connection, facts.dim
         self._done, self._total, self._progress = 0, total, progress
-        self.form = form_of(facts.dim)
+        self.form = postgres_recall.form_of(facts.dim)
 
-    def segment(self, first: int, end: int, again: bool) -> None:
+    def make(self, part: Part, again: bool) -> None:
         """again: it exists, and serves until the new one is finished."""
-        connection, name = self._connection, f"{self._store.schema}.{_name(first, end)}"
-        self._set_memory(end - first)
+        connection, name = self._connection, _part_name(part)
+        self._set_memory(part.rows)
         if again:
-            statement = f"REINDEX INDEX CONCURRENTLY {name}"
+            statement = f"REINDEX INDEX CONCURRENTLY {self._store.schema}.{name}"
         else:
             what = f"{self._store.table} USING hnsw {BUILD[self.form].format(dim=self._dim)}"
+            where = between(part.first, part.end)
+            where += f" AND {postgres_filters.clause(part.key, part.value)}" if part.key else ""
             settings = f"WITH (m = {LINKS}, ef_construction = {WIDTH})"
-            statement = (
-                f"CREATE INDEX CONCURRENTLY {_name(first, end)} ON {what} {settings} WHERE {between(first, end)}"
-            )
+            statement = f"CREATE INDEX CONCURRENTLY {name} ON {what} {settings} WHERE {where}"
         try:
-            self._run(statement, end - first)
+            self._run(statement, part.rows)
         except self._store.connections.psycopg.errors.DiskFull:  # of /dev/shm, which is small in a container
             _dropped(connection, self._store.schema, lambda _, sound: not sound)
             connection.execute("SET max_parallel_maintenance_workers = 0")
-            self._run(statement, end - first)
-        self._done += end - first
+            self._run(statement, part.rows)
+        self._done += part.rows
 
     def _set_memory(self, rows: int) -> None:
         """The graph must fit, or building takes many times as long."""
@@ -231,88 +247,3 @@ class _Builder:
             line = cursor.execute(query, (self._connection.info.backend_pid,)).fetchone()
         if line is not None and line[0].startswith("building index") and line[2]:
             self._progress(self._done + rows * line[1] // line[2], self._total)
-
-
-def form_of(dim: int) -> str:
-    """halfvec where pgvector indexes so many dimensions, else signs."""
-    return "half" if dim <= MAX_HALF else "bit"
-
-
-# --- recall
-
-
-def _measured(store: "PostgresStore", facts: Facts, bounds: tuple[int, ...]) -> dict[str, Any]:
-    """What the gallery's description says of the index: with the smallest depths that reach the target recall."""
-    with store.connections.reading() as cursor:
-        queries = _queries(cursor, store.table, facts)
-        exact = _exact_ids(cursor, store.table, queries, 100)
-        index = IndexFacts(form_of(facts.dim), bounds, DEEPEST, DEEPEST, 0.0)
-        for depth in DEPTHS:
-            recall = _recall(cursor, store, index, queries, exact, 10, depth)
-            if recall >= hnsw.TARGET_RECALL:
-                break
-        else:
-            return {"too_low": recall, "rows": facts.rows}
-        deep = (d for d in DEPTHS if d > depth and _recall(cursor, store, index, queries, exact, 100, d) >= DEEP_RECALL)
-        return index._replace(depth=depth, deep=next(deep, DEEPEST), recall=recall).stored()
-
-
-def measured_recall(store: "PostgresStore", facts: Facts, index: IndexFacts) -> float:
-    """recall@10 of the index against float32 over all rows, on queries near some of the rows."""
-    with store.connections.reading() as cursor:
-        queries = _queries(cursor, store.table, facts)
-        return _recall(cursor, store, index, queries, _exact_ids(cursor, store.table, queries, 10), 10, index.depth)
-
-
-def _recall(
-    cursor: Any, store: "PostgresStore", index: IndexFacts, queries: Floats, exact: list[list[int]], k: int, depth: int
-) -> float:
-    found = 0
-    for query, ids in zip(queries, exact, strict=True):
-        rows, _ = store.search.by_index(cursor, len(query), index, query, k + max(4, k // 4), depth)
-        found += len({row.id for row, _ in best(rows, query, k)[0]} & set(ids[:k]))
-    return found / max(1, sum(len(ids[:k]) for ids in exact))
-
-
-def _queries(cursor: Any, table: str, facts: Facts) -> Floats:
-    draw = np.random.default_rng(0)
-    ids = draw.integers(1, max(2, facts.next_id), 4 * QUERIES).tolist()
-    rows, _ = read_rows(cursor.execute(f"SELECT {COLUMNS} FROM {table} WHERE id = ANY(%s) LIMIT {QUERIES}", (ids,)))
-    vectors = schema.unpack([row.vector for row in rows], facts.dim)
-    return schema.unit(vectors + NOISE * draw.normal(size=vectors.shape) / facts.dim**0.5)
-
-
-def _exact_ids(cursor: Any, table: str, queries: Floats, k: int) -> list[list[int]]:
-    """Ids of the nearest rows, nearest first, from one pass over all of them."""
-    ids = np.zeros((len(queries), 0), np.int64)
-    score = np.zeros((len(queries), 0), np.float32)
-    for some, vectors in _all_vectors(cursor, table, queries.shape[1]):
-        score = np.concatenate([score, queries @ vectors.T], 1)
-        ids = np.concatenate([ids, np.broadcast_to(some, (len(queries), len(some)))], 1)
-        if score.shape[1] > k:
-            top = np.argpartition(-score, k - 1, axis=1)[:, :k]
-            score, ids = np.take_along_axis(score, top, 1), np.take_along_axis(ids, top, 1)
-    order = np.argsort(-score, axis=1, kind="stable")
-    nearest: list[list[int]] = np.take_along_axis(ids, order, 1).tolist()
-    return nearest
-
-
-def _all_vectors(cursor: Any, table: str, dim: int) -> Iterator[tuple[NDArray[np.int64], Floats]]:
-    """In PostgreSQL's binary format of COPY: a head of 19 bytes, then records of one size."""
-    record = np.dtype(
-        [("fields", ">i2"), ("a", ">i4"), ("id", ">i8"), ("b", ">i4"), ("head", ">i4"), ("vector", ">f4", (dim,))]
-    )
-    waiting, first = bytearray(), True
-    with cursor.copy(f"COPY (SELECT id, vector FROM {table}) TO STDOUT (FORMAT BINARY)") as copy:
-        for data in copy:
-            waiting += bytes(data)[19:] if first else data
-            first = False
-            if (count := len(waiting) // record.itemsize) >= COMPARED:
-                yield _records(waiting, record, count)
-                del waiting[: count * record.itemsize]
-    yield _records(waiting, record, len(waiting) // record.itemsize)
-
-
-def _records(content: bytearray, record: np.dtype[Any], count: int) -> tuple[NDArray[np.int64], Floats]:
-    rows = np.frombuffer(bytes(content), record, count)
-    return rows["id"].astype(np.int64), rows["vector"].astype(np.float32)

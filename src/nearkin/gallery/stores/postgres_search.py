@@ -16,6 +16,7 @@ import numpy as np
 
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, Row
+from nearkin.gallery.stores import postgres_filters
 from nearkin.gallery.stores.matrix import similarities
 
 __all__ = ["COLUMNS", "DEEPEST", "FORMS", "IndexFacts", "Search", "best", "between", "query_text", "read_rows"]
@@ -33,13 +34,15 @@ FORMS = {
     "bit": "binary_quantize(vector)::bit({dim}) <~> binary_quantize(%s::vector({dim}))::bit({dim})",
 }
 Neighbours = list[tuple[Row, float]]
+Parts = tuple[tuple[str, bool], ...]  # of a statement: its condition, and whether an index has it
 
 
 class IndexFacts(NamedTuple):
     """What the description of a gallery says about its index.
 
     bounds: the first id of each segment, and the first id after all of them. depth, deep: hnsw.ef_search that found the
-    10 and the 100 nearest when it was built. recall: of the 10, measured then.
+    10 and the 100 nearest when it was built. recall: of the 10, measured then. own: of filters with indexes of their
+    own, by `postgres_filters.slot`, their segments and depth.
     """
 
     form: str
@@ -47,6 +50,7 @@ class IndexFacts(NamedTuple):
     depth: int
     deep: int
     recall: float
+    own: dict[str, Any] = {}  # noqa: RUF012
 
     @classmethod
     def of(cls, facts: Facts) -> "IndexFacts | None":
@@ -54,7 +58,8 @@ class IndexFacts(NamedTuple):
         stored = facts.beyond.get("hnsw", {})
         if "bounds" not in stored:
             return None
-        return cls(stored["form"], tuple(stored["bounds"]), stored["depth"], stored["deep"], stored["recall"])
+        figures = stored["depth"], stored["deep"], stored["recall"]
+        return cls(stored["form"], tuple(stored["bounds"]), *figures, stored.get("own", {}))
 
     def stored(self) -> dict[str, Any]:
         return self._asdict() | {"bounds": list(self.bounds)}
@@ -88,6 +93,16 @@ class Search:
     ) -> Neighbours:
         """The k nearest, ties by id. excluded: told of damaged rows, returns the ids to leave out."""
         index, out = None if self.exact else IndexFacts.of(facts), excluded({})
+        own = postgres_filters.single(filter) if filter is not None and index is not None and index.own else None
+        if index is not None and own is not None and k + _spare(k) <= DEEPEST:
+            while (found := self.by_own_index(cursor, facts.dim, index, query, k + _spare(k), *own, out)) is not None:
+                rows, damaged = found
+                if damaged:
+                    out = excluded(damaged)
+                elif len(rows) < k:
+                    break
+                else:
+                    return best(rows, query, k)[0]
         share = 1.0 if filter is None or not has_terms(facts) else self._share(cursor, facts, filter)
         depth = None if index is None else _depth(facts, index, k, share)
         while index is not None and depth is not None:
@@ -99,7 +114,7 @@ class Search:
             else:
                 return best(rows, query, k)[0]
         few = filter is not None and has_terms(facts) and share * facts.rows <= FEW
-        return self._compare(cursor, query, k, filter, out, excluded, terms=few)
+        return self.compare(cursor, query, k, filter, out, excluded, terms=few)
 
     # --- by index
 
@@ -116,10 +131,46 @@ class Search:
     ) -> tuple[list[Row], dict[int, str]]:
         """`count` rows of each segment, unordered; and damaged ones."""
         where, values = self.conditions(filter, excluded)
-        limit = depth if index.form == "bit" else count
-        text = _statement(self.table, dim, index.form, index.bounds, where, count, limit)
+        more = f" AND {where}" if where else ""
+        parts = [(f"{between(*one)}{more}", True) for one in pairwise(index.bounds)]
+        parts.append((f"id >= {index.bounds[-1]}{more}", False))
+        return self._proposed(cursor, dim, index.form, tuple(parts), values, query, count, depth)
+
+    def by_own_index(
+        self,
+        cursor: Any,
+        dim: int,
+        index: IndexFacts,
+        query: Floats,
+        count: int,
+        key: str,
+        value: str,
+        excluded: Sequence[int] = (),
+        depth: int | None = None,
+    ) -> tuple[list[Row], dict[int, str]] | None:
+        """As `by_index`, by the indexes of one value of a filter; None where it has none."""
+        own = index.own.get(postgres_filters.slot(key, value))
+        if own is None:
+            return None
+        where, values = self.conditions(None, excluded)
+        parts = _own_parts(self.schema, index.bounds, tuple(map(tuple, own["segments"])), key, value, where)
+        return self._proposed(cursor, dim, index.form, parts, values, query, count, depth or own["depth"])
+
+    def _proposed(
+        self,
+        cursor: Any,
+        dim: int,
+        form: str,
+        parts: Parts,
+        values: list[Any],
+        query: Floats,
+        count: int,
+        depth: int,
+    ) -> tuple[list[Row], dict[int, str]]:
+        """values: of the condition of every part."""
+        text = _statement(self.table, dim, form, parts, count, depth if form == "bit" else count)
         each = [query_text(query)]
-        once = [*values, *each, *(each if index.form == "bit" else ())]
+        twice = [*each, *each] if form == "bit" else each
         # No plan may sort all rows instead.
         cursor.execute(
             "SELECT set_config('hnsw.ef_search', %s, true), set_config('enable_sort', 'off', true),"
@@ -127,7 +178,8 @@ class Search:
             (str(depth),),
             prepare=True,
         )
-        return read_rows(cursor.execute(text, [*once * (len(index.bounds) - 1), *values, *each], prepare=True))
+        parameters = [one for _, by_index in parts for one in (*values, *(twice if by_index else each))]
+        return read_rows(cursor.execute(text, parameters, prepare=True))
 
     def _share(self, cursor: Any, facts: Facts, filter: Filter) -> float:
         """Of rows that pass a filter; remembered until a twentieth of all rows has changed, for it decides about speed.
@@ -155,7 +207,7 @@ class Search:
 
     # --- by comparing rows
 
-    def _compare(
+    def compare(
         self,
         cursor: Any,
         query: Floats,
@@ -169,15 +221,15 @@ class Search:
         count, slack = k + SPARE, 8 * len(query) * float(np.finfo(np.float32).eps)
         text = query_text(query)
         if terms:
-            cursor.execute(LIST_OF_ROWS)
+            cursor.execute(LIST_OF_ROWS, prepare=True)
         others: set[int] = set()  # whose terms have the hash of another
         while True:
             where, values = self.conditions(filter, [*out, *others], terms=terms)
             near = f"SELECT id FROM {self.table} {'WHERE ' + where if where else ''}"
             near += " ORDER BY (vector <#> %s::vector) + 0, id LIMIT %s"
             # The bytes of a vector are only selected for near rows: PostgreSQL would make them of all.
-            ids = [i for (i,) in cursor.execute(near, [*values, text, count]).fetchall()]
-            rows, damaged = read_rows(cursor.execute(f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)", (ids,)))
+            statement = _fetched(self.table, near)
+            rows, damaged = read_rows(cursor.execute(statement, [*values, text, count], prepare=True))
             wrong = {row.id for row in rows if terms and filter is not None and not filter.passes(row)}
             if damaged or wrong:
                 out, others = excluded(damaged) if damaged else out, others | wrong
@@ -214,28 +266,48 @@ def _depth(facts: Facts, index: IndexFacts, k: int, share: float) -> int | None:
     if k + _spare(k) > DEEPEST:
         return None
     share = max(share, 1e-9)
-    depth = index.depth_for(k / share * (2 if share < 1 else 1))  # among rows that pass, the nearest are farther
+    depth = index.depth_for(k / share**1.3)  # among rows that pass, the nearest are farther, and a class passes as one
     steps = max(depth, (k + _spare(k)) / share)
     return None if share * facts.rows <= steps * STEP_COST else depth
 
 
 @lru_cache(maxsize=256)
-def _statement(table: str, dim: int, form: str, bounds: tuple[int, ...], where: str, count: int, limit: int) -> str:
-    """Reads the rows near a query: of each segment by its index, of newer rows by comparing each."""
-    more, order, parts = f" AND {where}" if where else "", FORMS[form].format(dim=dim), []
+def _statement(table: str, dim: int, form: str, parts: Parts, count: int, limit: int) -> str:
+    """Reads the rows near a query: of each part by its index, or by comparing each row."""
+    order, near = FORMS[form].format(dim=dim), []
     compared = f"ORDER BY (vector <#> %s::vector({dim})) + 0 LIMIT {count}"
-    for first, end in pairwise(bounds):
-        proposed = f"FROM {table} WHERE {between(first, end)}{more} ORDER BY {order} LIMIT {limit}"
+    for condition, by_index in parts:
+        if not by_index:
+            near.append(f"(SELECT id FROM {table} WHERE {condition} {compared})")
+            continue
+        proposed = f"FROM {table} WHERE {condition} ORDER BY {order} LIMIT {limit}"
         if form == "bit":
-            parts.append(f"(SELECT id FROM (SELECT id, vector {proposed}) AS proposed {compared})")
+            near.append(f"(SELECT id FROM (SELECT id, vector {proposed}) AS proposed {compared})")
         else:
-            parts.append(f"(SELECT id {proposed})")
-    parts.append(f"(SELECT id FROM {table} WHERE id >= {bounds[-1]}{more} {compared})")
+            near.append(f"(SELECT id {proposed})")
+    return _fetched(table, " UNION ALL ".join(near))
+
+
+def _fetched(table: str, near: str) -> str:
+    """The rows of the ids that a statement selects."""
     fields = COLUMNS.replace("id,", "items.id,", 1)
-    return (
-        f"WITH near AS MATERIALIZED ({' UNION ALL '.join(parts)})"
-        f" SELECT {fields} FROM near JOIN {table} AS items ON items.id = near.id"
+    return f"WITH near AS MATERIALIZED ({near}) SELECT {fields} FROM near JOIN {table} AS items ON items.id = near.id"
+
+
+@lru_cache(maxsize=256)
+def _own_parts(
+    schema: str, bounds: tuple[int, ...], segments: tuple[tuple[int, int], ...], key: str, value: str, where: str
+) -> Parts:
+    """Of a filter with indexes of its own in some segments; in the others few rows pass."""
+    more = f" AND {where}" if where else ""
+    # A clause is text: its % are no parameters.
+    frequent = postgres_filters.clause(key, value).replace("%", "%%")
+    rare = postgres_filters.rare_clause(schema, key, value).replace("%", "%%")
+    parts = (
+        (f"{between(*one)} AND {frequent if one in segments else rare}{more}", one in segments)
+        for one in pairwise(bounds)
     )
+    return (*parts, (f"id >= {bounds[-1]} AND {frequent}{more}", False))
 
 
 def between(first: int, end: int) -> str:

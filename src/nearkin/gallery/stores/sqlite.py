@@ -297,7 +297,11 @@ class SqliteStore:
                 matrix, facts = index.refresh(reader, self.require_facts), self.require_facts(reader)
             index.warm(matrix, facts, progress)
 
-    def reindex(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def reindex(
+        self, progress: Callable[[int, int], None] | None = None, filter_keys: Sequence[str] | None = None
+    ) -> None:
+        if filter_keys:
+            raise ValueError(f"{self.where}: only a gallery in PostgreSQL has indexes for filters")
         with self.read_lock:
             with self._snapshot() as reader:
                 self._current_index(reader).forget_graph()
