@@ -6,7 +6,7 @@ FLOOR := .venv-floor
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check rest docs faults floor format bench clean
+.PHONY: demo test check rest docs faults gpu floor format bench clean
 
 demo: $(VENV)/demo.stamp  ## train on half of the glyphs, be measured on the other half, read the report
 	$(BIN)/nearkin train glyphs
@@ -33,6 +33,17 @@ faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many a
 	$(BIN)/python studies/kill_and_resume.py --kills 6
 	$(BIN)/python studies/kill_ranks.py --kills 4  # reads /proc: Linux
 	$(BIN)/python studies/kill_and_compare.py --kills 3 --source vectors
+
+gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: every test that needs one, then the tables of docs/performance.md
+	$(BIN)/python -m pytest -n 8 tests/gpu tests/test_device.py
+	$(BIN)/python -m pytest -n 8 -k "cuda or device" --ignore tests/gpu --ignore tests/test_device.py
+	$(BIN)/python benchmarks/losses.py --seconds 0.2 --out benchmarks/results/losses_gpu.csv
+	$(BIN)/python benchmarks/losses.py --classes
+	$(BIN)/python benchmarks/class_softmax.py
+	$(BIN)/python benchmarks/class_softmax.py --dtype float32
+	$(BIN)/python benchmarks/facility.py --sizes 128 256 512 1024
+	$(BIN)/python benchmarks/digits.py
+	$(BIN)/python benchmarks/curves.py
 
 floor: $(FLOOR)/test.stamp  ## the test suite with the oldest Python and packages that pyproject.toml allows
 	TORCHINDUCTOR_CACHE_DIR=$(abspath $(FLOOR))/inductor $(FLOOR)/bin/python -m pytest -n 2
