@@ -56,7 +56,7 @@ def has_float64_units(tensor: Tensor) -> bool:
     return not tensor.is_cuda or _has_units(tensor.device)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_units(device: torch.device) -> bool:
     return capability(device) in _FLOAT64_UNITS
 
