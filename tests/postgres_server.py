@@ -94,6 +94,11 @@ class Server:
         if self.process.poll() is None:  # still ours: its number cannot be another's
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            end = time.monotonic() + 10
+            with contextlib.suppress(ProcessLookupError):  # its memory is in use until the last of them has ended
+                while time.monotonic() < end:
+                    os.killpg(self.process.pid, 0)
+                    time.sleep(0.01)
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:

@@ -77,6 +77,11 @@ def test_photos_without_classes_become_a_table_and_a_page(home):
     assert "Agreement" not in page
 
 
+def test_a_run_without_its_source_groups_by_cosines_and_says_so(home):
+    result = run("group", "photos", "--run", "run", "--out", "photos.csv")
+    assert "note: the run's own classes are not used, groups are by cosines alone: " in result.output
+
+
 def test_classes_only_measure_the_result(home):
     out = output_of(run("group", "labelled", "--run", "run", "--out", "labelled.csv"))
     assert re.search(r"B-cubed +1\.000 +1\.000 +1\.000", out)  # 4 classes have no interval
@@ -123,6 +128,9 @@ def test_the_calibrated_far_is_the_threshold(home):
         (["vectors.npz", "--size", "5", "--similarity", "0.5"], "leave it out with --far or --similarity"),
         (["vectors.npz", "--method", "components"], "--method components needs --similarity"),
         (["vectors.npz", "--method", "hdbscan", "--similarity", "0.5"], "leave --far and --similarity out"),
+        (["vectors.npz", "--method", "plda"], "--method plda needs a model of a run's classes: give --run RUN"),
+        (["photos", "--run", "run", "--method", "plda"], "the run's own classes are not used"),
+        (["vectors.npz", "--method", "plda", "--size", "5"], "leave --far, --similarity and --size out"),
         (["vectors.npz", "--part", "test"], "--part needs --run RUN"),
         (["vectors.npz", "--out", "groups.txt"], "--out must end in .csv, got groups.txt"),
         (["vectors.npz", "--out", "no/groups.csv"], "the folder no does not exist"),
@@ -162,3 +170,36 @@ def test_what_a_gallery_has_settled_is_refused(home):
     output_of(run("enrol", "plain", "photos", "--label", "any", "--gallery", "settled.db"))
     assert "settled.db: a gallery is embedded already; leave --run" in refused("settled.db", "--run", "run")
     assert "far needs a calibration, and" in refused("settled.db", "--far", "0.01")
+
+
+@pytest.fixture(scope="module")
+def trained(home):
+    """A run that has learned from 12 classes of vectors, of which 2 are for validation."""
+    draw = np.random.default_rng(1)
+    labels = np.repeat(np.arange(16), 12)
+    rows = draw.normal(size=(16, 16))[labels] + 0.4 * draw.normal(size=(len(labels), 16))
+    np.savez(home / "classes.npz", embeddings=rows.astype(np.float32), labels=labels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setenv("NEARKIN_CACHE", str(home / "cache"))
+        output_of(run("train", "classes.npz", "--out", "trained", "--epochs", "1", "--set", "training.batches=2"))
+    return home / "trained"
+
+
+def test_a_trained_run_groups_by_the_model_of_its_classes(trained):
+    how = ["group", "classes.npz", "--run", "trained", "--part", "test", "--out", "t.csv", "--json"]
+    first = json.loads(output_of(run(*how)))
+    assert first["method"] == "plda" and first["similarity"] is None and first["notes"] == []
+    model = trained / "plda.npz"
+    written = model.stat().st_mtime_ns
+    assert json.loads(output_of(run(*how))) == first
+    assert model.stat().st_mtime_ns == written  # fitted once
+    model.write_bytes(b"damaged")
+    assert json.loads(output_of(run(*how))) == first
+    assert json.loads(output_of(run(*how, "--similarity", "0.5")))["method"] == "average"
+    output_of(run("enrol", "trained", "classes.npz", "--gallery", "classes.db"))
+    rows = json.loads(output_of(run("group", "classes.db", "--out", "t.csv", "--json")))
+    assert rows["method"] == "plda"
+    model.unlink()
+    assert json.loads(output_of(run("group", "classes.db", "--out", "t.csv", "--json")))["method"] == "average"
+    assert "nearkin group SOURCE --run RUN makes it" in refused("classes.db", "--method", "plda")

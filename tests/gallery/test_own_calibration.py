@@ -155,12 +155,14 @@ def test_unlabelled_items_are_found_and_are_no_answer(tmp_path):
         assert "none of the gallery's items has a label" in gallery.calibrate_if_changed()
 
 
-def test_too_few_labels_are_one_sentence(tmp_path):
-    rows, labels = embeddings(5, 5, seed=9)
+@pytest.mark.parametrize("classes", [1, 5])
+def test_too_few_labels_are_one_sentence(tmp_path, classes):
+    rows, labels = embeddings(classes, 5, seed=9)
     with frozen_gallery(tmp_path / "g", rows, [f"c{label}" for label in labels]) as gallery:
         with pytest.raises(ValueError, match="at least 6 of them, 5 with 2 items or more"):
             gallery.calibrate()
-        assert "at least 6 of them" in gallery.calibrate_if_changed()
+        note = gallery.calibrate_if_changed()
+        assert f"at least 6 of them, 5 with 2 items or more, as each is left out in turn; got {classes} and" in note
         assert "at least 6" in gallery.identify(rows[0] + 0.5).note
 
 

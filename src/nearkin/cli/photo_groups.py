@@ -24,6 +24,7 @@ class Method(str, Enum):
     average = "average"
     components = "components"
     hdbscan = "hdbscan"
+    plda = "plda"
 
 
 @app.command(no_args_is_help=True)
@@ -43,13 +44,20 @@ def group(
         typer.Option(help="Near: at most this false-accept rate (FAR) per pair, by the run's calibration."),
     ] = None,
     similarity: Annotated[float | None, typer.Option(help="Near: at least this cosine.")] = None,
-    method: Annotated[Method, typer.Option(help="How groups are joined; hdbscan needs scikit-learn.")] = Method.average,
+    method: Annotated[
+        Method | None,
+        typer.Option(
+            help="How groups are joined; hdbscan needs scikit-learn, plda a trained run.",
+            show_default="plda with a trained run, else average",
+        ),
+    ] = None,
     size: Annotated[int | None, typer.Option(help="About how many items a group has, if known.")] = None,
     root: options.RootOption = None,
     part: Annotated[
         str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
     ] = "all",
     dim: options.DimOption = None,
+    views: Annotated[int, typer.Option(help="Embed the mean over so many crops of each picture.", min=1)] = 1,
     skip_unreadable: options.SkipUnreadableFlag = False,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonResultsFlag = False,
@@ -80,26 +88,26 @@ def group(
             bars.close()
             return bars.enter_context(plain_bar(what, quiet or json))
 
-        how: dict[str, Any] = {"far": far, "similarity": similarity, "method": method.value, "size": size}
+        how: dict[str, Any] = {"far": far, "similarity": similarity, "method": method and method.value, "size": size}
         how["progress"] = bar
         if is_gallery(source):
-            if run or root or dim is not None or part != "all" or skip_unreadable:
+            if run or root or dim is not None or part != "all" or views > 1 or skip_unreadable:
                 raise ValueError(
-                    f"{shown(source)}: a gallery is embedded already; leave --run, --root, --part, --dim and "
-                    f"--skip-unreadable out"
+                    f"{shown(source)}: a gallery is embedded already; leave --run, --root, --part, --dim, "
+                    f"--views and --skip-unreadable out"
                 )
             opened = resources.enter_context(opened_gallery(source))
             groups = room.group_gallery(opened, **how)
             picture = _picture_of_row(opened, groups)
         else:
-            given: dict[str, Any] = {"root": root, "part": part, "dim": dim, "device": device.value}
+            given: dict[str, Any] = {"root": root, "part": part, "dim": dim, "views": views, "device": device.value}
             given["unreadable"] = "skip" if skip_unreadable else "strict"
             groups = room.group_source(source, run, **given, **how)
             picture = _picture_of_item(source, root, groups)
         bars.close()
         room.write_groups(out, groups)
         sheet = out.with_suffix(".html")
-        unread = _write_sheet(sheet, shown(source), groups, method.value, picture)
+        unread = _write_sheet(sheet, shown(source), groups, picture)
     if json:
         print_json(_summary(groups))
     elif not quiet:
@@ -133,12 +141,10 @@ def _picture_of_row(gallery: "Gallery", groups: "SourceGroups") -> "Callable[[in
     return lambda i: decode.square(gallery.thumbnail(ids[i]), side=96, fit="pad")
 
 
-def _write_sheet(
-    sheet: Path, title: str, groups: "SourceGroups", method: str, picture: "Callable[[int], Any] | None"
-) -> int:
+def _write_sheet(sheet: Path, title: str, groups: "SourceGroups", picture: "Callable[[int], Any] | None") -> int:
     from nearkin import report
 
-    how = f"method {method}"
+    how = f"method {groups.method}"
     how += "" if groups.similarity is None else f", joined at a mean similarity of {groups.similarity:.3g}"
     facts: dict[str, Any] = {"picture": picture, "labels": groups.labels, "scores": groups.scores, "how": how}
     return report.write_contact_sheet(sheet, title, groups.names, groups.groups, groups.central, **facts)
@@ -153,6 +159,7 @@ def _summary(groups: "SourceGroups") -> dict[str, Any]:
         "groups": int((sizes > 1).sum()),
         "alone": int((sizes == 1).sum()),
         "largest": int(sizes.max(initial=0)),
+        "method": groups.method,
         "similarity": groups.similarity,
         "notes": groups.notes,
     }

@@ -7,6 +7,7 @@ from nearkin.evaluation.graded import graded
 from nearkin.evaluation.group_agreement import bcubed, bcubed_values, pairwise
 from nearkin.evaluation.grouping import Grouping, group, smoothed
 from nearkin.evaluation.open_set.open_set_metrics import open_set
+from nearkin.evaluation.plda import PLDA, fit_plda
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
 from nearkin.evaluation.retrieval.nearest_negatives import nearest_negatives
 from nearkin.evaluation.retrieval.rerank_choice import ChosenRerank, choose_rerank
@@ -21,6 +22,7 @@ from nearkin.evaluation.verification.verification_metrics import operating_point
 
 __all__ = [
     "DBA",
+    "PLDA",
     "AlphaQE",
     "Calibration",
     "ChosenRerank",
@@ -36,6 +38,7 @@ __all__ = [
     "clustering",
     "compare",
     "diagnose",
+    "fit_plda",
     "graded",
     "group",
     "nearest",

@@ -32,10 +32,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 V = TypeVar("V")
 
-_ROWS = ("embeddings", "embeddings_a", "embeddings_b", "queries", "gallery", "pairs", "cohort")
+_ROWS = ("embeddings", "embeddings_a", "embeddings_b", "queries", "gallery", "pairs", "cohort", "validation")
 _NUMBERS = (*_ROWS, "targets", "gallery_targets", "values", "a", "b")
 _IDS = (
-    ("labels", "gallery_labels", "cohort_labels", "classes", "assignment"),
+    ("labels", "gallery_labels", "cohort_labels", "validation_labels", "classes", "assignment"),
     ("groups", "gallery_groups"),
 )  # numbered together
 

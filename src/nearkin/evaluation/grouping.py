@@ -21,14 +21,15 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.evaluation.arrays import Array, Floats, Progress, takes_arrays
+from nearkin.evaluation.linkage import ROUNDING, average_linkage, components, likelihood_linkage
+from nearkin.evaluation.plda import PLDA
 from nearkin.evaluation.retrieval.knn import BUDGET, nearest
 
-__all__ = ["METHODS", "NEIGHBOURS", "SMOOTHED", "Grouping", "group", "smoothed"]
+__all__ = ["METHODS", "NEIGHBOURS", "SMOOTHED", "Grouping", "group", "smoothed", "unit_rows"]
 
-METHODS = ("average", "components", "hdbscan")
+METHODS = ("average", "components", "hdbscan", "plda")
 NEIGHBOURS = 64  # listed per item
 SMOOTHED = 0.8  # the similarity for smoothed rows: chosen on validation classes, docs/grouping.md
-_ROUNDING = 1e-12  # of a mean cosine in float64
 _CELLS = 2**22  # numbers that are multiplied at a time: 32 MiB
 
 Ints = NDArray[np.int64]
@@ -39,7 +40,7 @@ class Grouping(NamedTuple):
 
     assignment (N,) int64: the group of each item, 0 the largest, of equal ones that of the first item; an item that
     nothing is near to is a group by itself. edges: pairs in the graph, None for hdbscan. capped: items with more
-    neighbours at the similarity than were listed; with 0 the groups are those of all pairs.
+    neighbours at the similarity than were listed; with 0 the groups are those of all pairs. 0 for hdbscan and plda.
     """
 
     assignment: Tensor
@@ -55,6 +56,7 @@ def group(
     method: str = "average",
     neighbours: int = NEIGHBOURS,
     least: int = 2,
+    model: PLDA | None = None,
     budget: int = BUDGET,
     progress: Progress | None = None,
 ) -> Grouping:
@@ -71,7 +73,8 @@ def group(
     method: "average" joins groups while the mean cosine over all their pairs reaches `similarity`. "components" takes
     the connected components of the graph: one chance pair joins two groups, so chains grow; for comparison. "hdbscan"
     is scikit-learn's (the `report` extra), with `least` items per cluster; items that it calls noise are groups by
-    themselves. progress(done, total) counts items whose neighbours are known.
+    themselves. "plda" joins groups while one class explains them better than two do; `model` is what `fit_plda` learned
+    from other, labelled classes. progress(done, total) counts items whose neighbours are known.
     """
     checks.rows("embeddings", embeddings)
     checks.one_of("method", method, METHODS)
@@ -81,26 +84,47 @@ def group(
         checks.number("similarity", similarity)
         if not -1 <= similarity <= 1:
             raise ValueError(f"similarity must be between -1 and 1, a cosine, got {similarity:g}")
-    if method == "hdbscan" and similarity is not None:
-        raise ValueError(f'similarity is for the other methods; "hdbscan" has none, got {similarity:g}')
-    if method != "hdbscan" and similarity is None:
-        raise ValueError(
-            f'similarity must be given for method "{method}": from which cosine on two items are neighbours'
-        )
-    if method != "hdbscan" and least != 2:
-        raise ValueError(f'least is for method "hdbscan", got {least} with "{method}"')
+    _check_method(method, similarity, least, model)
     size = len(embeddings)
     if method == "hdbscan":
         return Grouping(_by_size(_hdbscan(embeddings, least)), None, 0)
+    if method == "plda":
+        assert model is not None
+        checks.dimensions("embeddings", embeddings, len(model.mean), "the model has")
+        return _plda(embeddings, model, neighbours, budget, progress)
     assert similarity is not None
     if size < 2:
         return Grouping(torch.zeros(size, dtype=torch.int64), 0, 0)
     first, second, value, capped = _graph(embeddings, similarity, neighbours, budget, progress)
     if method == "components":
-        parts = _components(size, first, second)
+        parts = components(size, first, second)
     else:
-        parts = _average_linkage(_unit(embeddings), first, second, value, similarity)
+        parts = average_linkage(unit_rows(embeddings), first, second, value, similarity)
     return Grouping(_by_size(parts), len(first), capped)
+
+
+def _check_method(method: str, similarity: float | None, least: int, model: PLDA | None) -> None:
+    if method in ("hdbscan", "plda") and similarity is not None:
+        raise ValueError(f'similarity is for the other methods; "{method}" has none, got {similarity:g}')
+    if method not in ("hdbscan", "plda") and similarity is None:
+        raise ValueError(
+            f'similarity must be given for method "{method}": from which cosine on two items are neighbours'
+        )
+    if method != "hdbscan" and least != 2:
+        raise ValueError(f'least is for method "hdbscan", got {least} with "{method}"')
+    if method == "plda" and not isinstance(model, PLDA):
+        raise ValueError('model must be given for method "plda": evaluation.fit_plda of labelled embeddings makes it')
+    if method != "plda" and model is not None:
+        raise ValueError(f'model is for method "plda", got one with "{method}"')
+
+
+def _plda(embeddings: Tensor, model: PLDA, neighbours: int, budget: int, progress: Progress | None) -> Grouping:
+    size, rows = len(embeddings), model.rows(unit_rows(embeddings))
+    if size < 2:
+        return Grouping(torch.zeros(size, dtype=torch.int64), 0, 0)
+    near = torch.from_numpy(model.near(rows)).float()
+    first, second, _, _ = _graph(near, -1.0, neighbours, budget, progress)
+    return Grouping(_by_size(likelihood_linkage(rows, first, second, model)), len(first), 0)
 
 
 @takes_arrays
@@ -126,10 +150,10 @@ def smoothed(
     size = len(embeddings)
     count = min(10, max(1, round(size / 20))) if neighbours is None else neighbours
     checks.integer("neighbours", count, 1)
-    rows = _unit(embeddings)
+    rows = unit_rows(embeddings)
     if size < 2:
         return torch.from_numpy(rows)
-    rows = _unit(torch.from_numpy(rows - rows.mean(0)))
+    rows = unit_rows(torch.from_numpy(rows - rows.mean(0)))
     for number in range(rounds):
         step = None if progress is None else _later(progress, number, rounds)
         listed = nearest(torch.from_numpy(rows).float(), k=min(count, size - 1), budget=budget, progress=step)
@@ -153,7 +177,7 @@ def _moved(rows: Floats, near: Ints, cosines: Floats) -> Floats:
     for start in range(0, size, step):
         part = slice(start, start + step)
         moved[part] += np.einsum("nk,nkd->nd", weight[part], rows[near[part]])
-    return _unit(torch.from_numpy(moved))
+    return unit_rows(torch.from_numpy(moved))
 
 
 def _graph(
@@ -162,7 +186,7 @@ def _graph(
     """Edges, each once with the lower item first, their cosines, and the number of items that have more."""
     size = len(embeddings)
     listed = nearest(embeddings, k=min(neighbours, size - 1), budget=budget, progress=progress)
-    near = (listed.similarity >= similarity - _ROUNDING) & (listed.indices >= 0)
+    near = (listed.similarity >= similarity - ROUNDING) & (listed.indices >= 0)
     capped = int(near[:, -1].sum()) if listed.indices.shape[1] < size - 1 else 0
     item, slot = near.nonzero(as_tuple=True)
     other, value = listed.indices[item, slot], listed.similarity[item, slot]
@@ -171,7 +195,7 @@ def _graph(
     return keys // size, keys % size, value.cpu().numpy()[at], capped
 
 
-def _unit(embeddings: Tensor) -> Floats:
+def unit_rows(embeddings: Tensor) -> Floats:
     """Rows of length 1 in float64; a zero row stays zero, and has cosine 0 with everything."""
     rows = embeddings.detach().cpu().double().numpy().copy()
     scale = np.abs(rows).max(1, keepdims=True)
@@ -179,73 +203,6 @@ def _unit(embeddings: Tensor) -> Floats:
     length = np.sqrt(np.einsum("nd,nd->n", rows, rows))[:, None]
     rows /= np.where(length > 0, length, 1.0)
     return rows
-
-
-def _components(size: int, first: Ints, second: Ints) -> Ints:
-    """The lowest item of each item's component: labels are lowered along edges, then along labels, until none falls."""
-    label = np.arange(size)
-    while True:
-        low = np.minimum(label[first], label[second])
-        lowered = label.copy()
-        for end in (first, second):
-            np.minimum.at(lowered, end, low)
-            np.minimum.at(lowered, label[end], low)
-        while not np.array_equal(lowered, shorter := lowered[lowered]):
-            lowered = shorter
-        if np.array_equal(lowered, label):
-            return label
-        label = lowered
-
-
-def _average_linkage(sums: Floats, first: Ints, second: Ints, value: Floats, similarity: float) -> Ints:
-    """The group of each item, named by its lowest item. sums: unit rows, which become the sums of the groups."""
-    size = len(sums)
-    label, counts = np.arange(size), np.ones(size)
-    while len(first):
-        low, high = _mutual_nearest(size, first, second, value)
-        sums[low] += sums[high]
-        counts[low] += counts[high]
-        merged = np.arange(size)
-        merged[high] = low
-        label = merged[label]
-        changed = np.zeros(size, bool)
-        changed[low] = True
-        first, second = merged[first], merged[second]
-        apart = first != second
-        first, second, value = first[apart], second[apart], value[apart]
-        keys, at = np.unique(np.minimum(first, second) * size + np.maximum(first, second), return_index=True)
-        first, second, value = keys // size, keys % size, value[at]
-        stale = np.flatnonzero(changed[first] | changed[second])
-        value[stale] = _mean_cosines(sums, counts, first[stale], second[stale])
-        near = value >= similarity - _ROUNDING
-        first, second, value = first[near], second[near], value[near]
-    return label
-
-
-def _mutual_nearest(size: int, first: Ints, second: Ints, value: Floats) -> tuple[Ints, Ints]:
-    """Pairs of groups that are each other's nearest, the lower one first; of equally near ones the lowest counts.
-
-    There is always one: of the nearest pairs of all, that of the lowest group.
-    """
-    source, target, near = np.append(first, second), np.append(second, first), np.append(value, value)
-    order = np.argsort(source, kind="stable")
-    source, target, near = source[order], target[order], near[order]
-    starts = np.flatnonzero(np.append(True, source[1:] != source[:-1]))
-    best = np.repeat(np.maximum.reduceat(near, starts), np.diff(np.append(starts, len(source))))
-    nearest_group = np.full(size, -1)
-    nearest_group[source[starts]] = np.minimum.reduceat(np.where(near == best, target, size), starts)
-    groups = source[starts]
-    mutual = groups[(nearest_group[nearest_group[groups]] == groups) & (groups < nearest_group[groups])]
-    return mutual, nearest_group[mutual]
-
-
-def _mean_cosines(sums: Floats, counts: Floats, first: Ints, second: Ints) -> Floats:
-    """The mean cosine over all pairs of two groups, for many pairs of groups."""
-    means, step = np.empty(len(first)), max(1, _CELLS // max(sums.shape[1], 1))
-    for start in range(0, len(first), step):
-        a, b = first[start : start + step], second[start : start + step]
-        means[start : start + step] = np.einsum("pd,pd->p", sums[a], sums[b]) / (counts[a] * counts[b])
-    return means
 
 
 def _hdbscan(embeddings: Tensor, least: int) -> Ints:
@@ -256,7 +213,7 @@ def _hdbscan(embeddings: Tensor, least: int) -> Ints:
     size = len(embeddings)
     if size <= least:
         return np.arange(size)
-    found = HDBSCAN(min_cluster_size=least, copy=True).fit_predict(_unit(embeddings))
+    found = HDBSCAN(min_cluster_size=least, copy=True).fit_predict(unit_rows(embeddings))
     return np.where(found < 0, size + np.arange(size), found).astype(np.int64)
 
 

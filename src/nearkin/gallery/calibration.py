@@ -122,14 +122,15 @@ def measure_left_out(embeddings: torch.Tensor, labels: Sequence[str], seed: int 
     `FOLDS` classes are left out one at a time, more in as many folds.
     """
     _, codes = np.unique(np.array(labels, dtype=str), return_inverse=True)
-    content = measure(embeddings, torch.from_numpy(codes), seed)
-    rows, classes = select(embeddings.numpy(), codes, seed, None)
-    genuine = sum(len(group) > 1 for group in classes)
-    if len(classes) <= FEWEST or genuine <= 4:
+    sizes = np.bincount(codes)
+    genuine = int((sizes > 1).sum())
+    if len(sizes) <= FEWEST or genuine <= 4:
         raise ValueError(
             f"calibration by its own labels needs at least {FEWEST + 1} of them, 5 with 2 items or more, as each is "
-            f"left out in turn; got {len(classes)} and {genuine}"
+            f"left out in turn; got {len(sizes)} and {genuine}"
         )
+    content = measure(embeddings, torch.from_numpy(codes), seed)
+    rows, classes = select(embeddings.numpy(), codes, seed, None)
     alone = np.argsort([len(group) == 1 for group in classes], kind="stable")  # dealt last, so that no fold lacks pairs
     folds = np.empty(len(classes), np.int64)
     folds[alone] = np.arange(len(classes)) % FOLDS

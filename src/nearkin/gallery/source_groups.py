@@ -18,6 +18,7 @@ from nearkin.evaluation.grouping import METHODS, SMOOTHED
 from nearkin.gallery import results
 from nearkin.gallery.gallery import Gallery
 from nearkin.gallery.items import encoder_info
+from nearkin.gallery.run_plda import plda_of, plda_of_gallery
 from nearkin.gallery.schema import UNLABELLED
 from nearkin.models.frozen import DEFAULT
 
@@ -31,7 +32,8 @@ class SourceGroups(NamedTuple):
     """The groups of a source.
 
     groups (n,) int64: of each item, 0 the largest. central (n,): the mean cosine of an item with its group, itself
-    included, in the space in which they were grouped. similarity: from which on items were joined; None for hdbscan.
+    included, in the space in which they were grouped (plda: as embedded). similarity: from which on items were joined;
+    None for hdbscan and plda. method: which was used.
     scores: of each of "bcubed" and "pairwise" their "precision", "recall", "f", with 95 % intervals, where the source
     has classes. notes: sentences. ids: of the rows of a gallery.
     """
@@ -44,6 +46,7 @@ class SourceGroups(NamedTuple):
     scores: dict[str, dict[str, tuple[float, Ends]]]
     notes: list[str]
     ids: list[int] | None = None
+    method: str = "average"
 
 
 def group_source(
@@ -54,9 +57,10 @@ def group_source(
     part: str = "all",
     far: float | None = None,
     similarity: float | None = None,
-    method: str = "average",
+    method: str | None = None,
     size: int | None = None,
     dim: int | None = None,
+    views: int = 1,
     unreadable: str = "strict",
     device: str = "auto",
     progress: Callable[[str], Progress | None] | None = None,
@@ -65,11 +69,12 @@ def group_source(
 
     run: a run's folder or an encoder's name, efficientnet-lite0 by default; a file of vectors needs none. far: the
     similarity at which the run's calibration guarantees this false-accept rate per pair; similarity: a cosine in its
-    place. By default neither: items are compared by `evaluation.smoothed` rows, of which 0.8 is near, and nothing need
-    be calibrated. method: see `evaluation.group`. size: about how many items a group has, if that is known; for
-    smoothed rows, and the fewest items of a cluster of hdbscan. progress(what) returns a progress(done, total).
+    place. method: see `evaluation.group`. By default, of a run that was trained on classes, "plda": the model of these
+    classes is fitted once and kept in the run's folder. Otherwise, or with far, similarity or size, "average"; without
+    far and similarity of `evaluation.smoothed` rows, of which 0.8 is near. size: about how many items a group has, if
+    that is known; for smoothed rows, and the fewest items of a cluster of hdbscan. views: the mean over so many crops
+    of each picture. progress(what) returns a progress(done, total).
     """
-    checks.one_of("method", method, METHODS)
     _check_choice(far, similarity, method, size)
     told = progress or (lambda _: None)
     items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED) if run is None else None
@@ -78,19 +83,25 @@ def group_source(
             raise ValueError("far needs the calibration of a run: give --run RUN, or --similarity")
         if part != "all":
             raise ValueError(f"{source}: --part needs --run RUN, which divides the source; got {part}")
+        model, note = None, ""
         rows, names = torch.from_numpy(np.array(items.vectors)), items.names
         labels, classes = items.labels, items.classes
     else:
         run = DEFAULT if run is None else run
         threshold = None if far is None else _threshold(run, far, dim)
         options: dict[str, Any] = {"root": root, "part": part, "dim": dim, "unreadable": unreadable, "device": device}
+        options["views"] = views
         embedded = training.embed_source(run, source, **options, progress=told("embedding"))
         rows, names = embedded.embeddings, embedded.names
         labels, classes = embedded.labels, embedded.classes
+        free = method in (None, "plda") and far is None and similarity is None and size is None
+        model, note = plda_of(run, dim, views, device, progress) if free else (None, "")
         similarity = similarity if threshold is None else threshold
-    grouping, central, used = group_vectors(rows, similarity, method, size, told("comparing"))
+    method = _method(method, model, note)
+    grouping, central, used = group_vectors(rows, similarity, method, size, told("comparing"), model)
     known = None if labels is None or not classes else [classes[i] for i in labels]
-    return SourceGroups(names, grouping, central, known, used, _scores(known, grouping), _notes(names, grouping))
+    notes = ([note] if note else []) + _notes(names, grouping)
+    return SourceGroups(names, grouping, central, known, used, _scores(known, grouping), notes, method=method)
 
 
 def group_gallery(
@@ -98,16 +109,15 @@ def group_gallery(
     *,
     far: float | None = None,
     similarity: float | None = None,
-    method: str = "average",
+    method: str | None = None,
     size: int | None = None,
     progress: Callable[[str], Progress | None] | None = None,
 ) -> SourceGroups:
     """Groups all rows of a gallery, as `group_source` the items of a source; nothing is embedded.
 
     An enrolment can be stopped and resumed, so this is the way for many pictures. Labels only measure the result; rows
-    without one do not count there.
+    without one do not count there. "plda" needs the model that `group_source` has left in the run's folder.
     """
-    checks.one_of("method", method, METHODS)
     _check_choice(far, similarity, method, size)
     told = progress or (lambda _: None)
     used = similarity if far is None else gallery.similarity_at(far)
@@ -119,11 +129,22 @@ def group_gallery(
         rows[len(hits)] = row
         hits.append(hit)
     names = [hit.name or f"row {hit.id}" for hit in hits]
-    grouping, central, used = group_vectors(torch.from_numpy(rows[: len(hits)]), used, method, size, told("comparing"))
+    free = method in (None, "plda") and used is None and size is None
+    model = plda_of_gallery(gallery) if free else None
+    method = _method(method, model, "there is none in the folder of the run; nearkin group SOURCE --run RUN makes it")
+    vectors = torch.from_numpy(rows[: len(hits)])
+    grouping, central, used = group_vectors(vectors, used, method, size, told("comparing"), model)
     labels = [hit.label for hit in hits]
     known = labels if any(label != UNLABELLED for label in labels) else None
-    notes = _notes(names, grouping)
-    return SourceGroups(names, grouping, central, known, used, _scores(known, grouping), notes, [h.id for h in hits])
+    scores, notes, ids = _scores(known, grouping), _notes(names, grouping), [hit.id for hit in hits]
+    return SourceGroups(names, grouping, central, known, used, scores, notes, ids, method)
+
+
+def _method(method: str | None, model: evaluation.PLDA | None, why: str) -> str:
+    """What the default is; refuses "plda" without a model."""
+    if method == "plda" and model is None:
+        raise ValueError(f"--method plda needs a model of a run's classes: {why or 'give --run RUN, a trained run'}")
+    return method or ("average" if model is None else "plda")
 
 
 def group_vectors(
@@ -132,10 +153,13 @@ def group_vectors(
     method: str = "average",
     size: int | None = None,
     progress: Progress | None = None,
+    model: evaluation.PLDA | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], float | None]:
     """Groups (n,) of embeddings, the mean cosine of each item with its group, and the similarity that was used."""
     if method == "hdbscan":
         return *_central(rows, evaluation.group(rows, method=method, least=size or 2)), None
+    if method == "plda":
+        return *_central(rows, evaluation.group(rows, method=method, model=model, progress=progress)), None
     if similarity is None:
         neighbours = None if size is None else max(1, size)
         rows, similarity = evaluation.smoothed(rows, neighbours=neighbours, progress=progress), SMOOTHED
@@ -156,11 +180,15 @@ def write_groups(path: str | Path, groups: SourceGroups) -> None:
         files.write_text(path, text.getvalue())
 
 
-def _check_choice(far: float | None, similarity: float | None, method: str, size: int | None) -> None:
+def _check_choice(far: float | None, similarity: float | None, method: str | None, size: int | None) -> None:
+    if method is not None:
+        checks.one_of("method", method, METHODS)
     if far is not None and similarity is not None:
         raise ValueError("--far and --similarity both say which items are near; give one of them, got both")
     if method == "hdbscan" and (far is not None or similarity is not None):
         raise ValueError("--method hdbscan finds its own densities; leave --far and --similarity out")
+    if method == "plda" and not (far is None and similarity is None and size is None):
+        raise ValueError("--method plda decides by itself; leave --far, --similarity and --size out")
     if method == "components" and far is None and similarity is None:
         raise ValueError("--method components needs --similarity, or --far with a calibrated run")
     if size is not None:

@@ -21,11 +21,12 @@ from nearkin.gallery.stores.matrix import similarities
 
 __all__ = ["COLUMNS", "DEEPEST", "FORMS", "IndexFacts", "Search", "best", "between", "query_text", "read_rows"]
 
-SPARE = 16  # rows that exact search proposes beyond k
+SPARE = 6  # rows that exact search proposes beyond k
 DEEPEST = 1000  # hnsw.ef_search; pgvector takes no more
 STEP_COST = 20.0  # one more candidate of HNSW, in comparisons of a row that passes a filter
 FILTERS, SAMPLE = 256, 1000  # filters whose share of rows is remembered; rows that estimate it
 FEW = 100_000  # passing rows up to which the index of metadata finds them
+SHORT = 20_000  # of these a list fits into the memory of PostgreSQL's defaults
 LIST_OF_ROWS = "SELECT set_config('work_mem', '32MB', true)"  # of those that pass, not of their pages
 COLUMNS = "id, content, label, name, metadata, vector_send(vector), sum"
 # What HNSW orders by: halfvec, or the Hamming distance of the signs, whose nearest are compared again in SQL.
@@ -114,7 +115,7 @@ class Search:
             else:
                 return best(rows, query, k)[0]
         few = filter is not None and has_terms(facts) and share * facts.rows <= FEW
-        return self.compare(cursor, query, k, filter, out, excluded, terms=few)
+        return self.compare(cursor, query, k, filter, out, excluded, few, share * facts.rows > SHORT)
 
     # --- by index
 
@@ -152,9 +153,12 @@ class Search:
         own = index.own.get(postgres_filters.slot(key, value))
         if own is None:
             return None
+        if depth is None:  # measured for 10 rows
+            deeper = index.depth_for(count - _spare(count)) / index.depth
+            depth = min(DEEPEST, math.ceil(own["depth"] * deeper))
         where, values = self.conditions(None, excluded)
         parts = _own_parts(self.schema, index.bounds, tuple(map(tuple, own["segments"])), key, value, where)
-        return self._proposed(cursor, dim, index.form, parts, values, query, count, depth or own["depth"])
+        return self._proposed(cursor, dim, index.form, parts, values, query, count, depth)
 
     def _proposed(
         self,
@@ -216,11 +220,15 @@ class Search:
         out: Sequence[int],
         excluded: Callable[[dict[int, str]], Sequence[int]],
         terms: bool,
+        many: bool = True,
     ) -> Neighbours:
-        """More and more rows are proposed until the last one is too far to be among the k nearest."""
+        """More and more rows are proposed until the last one is too far to be among the k nearest.
+
+        terms: by the index of metadata, of whose rows many may pass.
+        """
         count, slack = k + SPARE, 8 * len(query) * float(np.finfo(np.float32).eps)
         text = query_text(query)
-        if terms:
+        if terms and many:
             cursor.execute(LIST_OF_ROWS, prepare=True)
         others: set[int] = set()  # whose terms have the hash of another
         while True:
