@@ -3,6 +3,7 @@
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
 __all__ += ["CorruptBackup", "EncoderChanged", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
+__all__ += ["RefusedArguments"]
 __all__ += [
     "ReloadRefused",
     "RequestTooLarge",
@@ -120,6 +121,10 @@ class OutOfTime(Exception):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C: temporary files and progress bars are removed on the way out."""
+
+
+class RefusedArguments(ValueError, AssertionError):
+    """Arguments do not fit together, where pytorch-metric-learning asserts: its callers may expect that."""
 
 
 class RefusedVectors(ValueError):

@@ -5,11 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Recording", "RefusedArguments", "device_of", "own_ids", "same_labels"]
-
-
-class RefusedArguments(ValueError, AssertionError):
-    """Arguments that do not fit together; the original asserts, so code that expects that goes on working."""
+__all__ = ["Recording", "device_of", "own_ids", "same_labels"]
 
 
 class Recording(nn.Module):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from nearkin import samplers
-from nearkin.compat.pml.recording import RefusedArguments
 from nearkin.compat.pml.utils.loss_and_miner_utils import convert_to_weights
+from nearkin.core.errors import RefusedArguments
 from nearkin.core.random import Ints, Stream, Words, shuffled, words
 
 __all__ = ["FixedSetOfTriplets", "HierarchicalSampler", "MPerClassSampler", "TuplesToWeightsSampler"]

@@ -13,9 +13,10 @@ from nearkin.compat.pml.losses.base_loss import (
     element_terms,
     refuse_distance,
 )
-from nearkin.compat.pml.recording import RefusedArguments, same_labels
+from nearkin.compat.pml.recording import same_labels
 from nearkin.compat.pml.reducers import Terms
 from nearkin.compat.pml.utils import loss_and_miner_utils as indexing
+from nearkin.core.errors import RefusedArguments
 
 __all__ = ["DynamicSoftMarginLoss", "HistogramLoss", "PNPLoss", "RankedListLoss", "ThresholdConsistentMarginLoss"]
 

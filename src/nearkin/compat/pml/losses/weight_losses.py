@@ -15,10 +15,10 @@ from nearkin.compat.pml.losses.base_loss import (
     refuse_distance,
 )
 from nearkin.compat.pml.losses.class_losses import WeightLoss
-from nearkin.compat.pml.recording import RefusedArguments
 from nearkin.compat.pml.reducers import Terms
 from nearkin.core import distances
 from nearkin.core.angles import psi_and_slope
+from nearkin.core.errors import RefusedArguments
 
 __all__ = ["InstanceLoss", "LargeMarginSoftmaxLoss", "ManifoldLoss", "P2SGradLoss"]
 

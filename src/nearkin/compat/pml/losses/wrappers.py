@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nearkin.compat.pml.recording import Recording, RefusedArguments
+from nearkin.compat.pml.recording import Recording
 from nearkin.compat.pml.utils import loss_and_miner_utils as indexing
+from nearkin.core.errors import RefusedArguments
 
 __all__ = ["CrossBatchMemory", "MultipleLosses", "SelfSupervisedLoss"]
 
