@@ -12,6 +12,7 @@ from PIL import Image
 
 from nearkin import evaluation
 from nearkin.cli import app
+from nearkin.training.config import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -224,3 +225,10 @@ def test_a_wrong_command_on_a_page_is_seen():
     assert "losses" in wrong_with(*verb_of(["compare", "photos/"]))
     assert "--marign" in wrong_with(*verb_of(["train", "photos/", "--marign", "3"]))
     assert not wrong_with(*verb_of(["serve", "photos/", "--workers", "N"]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_losses_named_for_the_command_line_exist(page):
+    for names in re.findall(r"--loss(?:es)? ([\w,-]+)", page.read_text(encoding="utf-8")):
+        unknown = set(names.split(",")) - set(registry.LOSSES) - {"all", "NAME"}
+        assert not unknown, f"{page.name}: {unknown}"
