@@ -4,7 +4,7 @@
     python studies/peer_suite.py pytorch-metric-learning
 
 Nothing of that package is kept here. Our losses, miners, samplers, distances, reducers, regularizers and
-`AccuracyCalculator` stand in for its modules; its index functions and test tools stay its own. Prints a table by
+`AccuracyCalculator` and index functions stand in for its modules; its test tools stay its own. Prints a table by
 folder and every test that fails with ours, and writes all outcomes as JSON with --out. PEER_TESTS names files
 of its tests/ to run fewer.
 """
@@ -20,8 +20,9 @@ from pathlib import Path
 
 FOLDERS = ["distances", "reducers", "regularizers", "miners", "samplers", "losses", "utils"]
 # Of its tools: what is no part of the adapters.
-LEFT_OUT = ["common_functions", "distributed", "inference", "loss_tracker", "module_with_records", "loss_and_miner"]
+LEFT_OUT = ["common_functions", "distributed", "inference", "loss_tracker", "module_with_records"]
 MODULES = ["distances", "reducers", "regularizers", "miners", "samplers", "losses", "utils.accuracy_calculator"]
+MODULES += ["utils.loss_and_miner_utils"]
 
 
 def stand_in() -> None:

@@ -2,13 +2,17 @@
 
 import csv
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from PIL import Image
 
 from nearkin import evaluation
+from nearkin.cli import app
+from nearkin.training.config import registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "README.ko.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -173,3 +177,58 @@ def test_pages_of_ideas_run_and_are_the_same_in_korean(page):
         assert both[0] and both[0] == both[1], part
     assert re.search(r"\((.*?)\)", english)[1] == page.with_suffix(".ko.md").name
     assert re.search(r"\((.*?)\)", korean)[1] == page.name
+
+
+def shown_commands(text):
+    """Of the command line: in a sentence, in a fence, or indented; without what a shell reads after them."""
+    fenced = "\n".join(re.findall(r"^ *```(?:bash|text)\n(.*?)^ *```", text, re.S | re.M))
+    for source in re.findall(r"`(nearkin [^`]+)`", text) + re.findall(r"^ *(nearkin .+)$", fenced, re.M):
+        yield source.replace("\n", " ")
+    yield from re.findall(r"^ {4}(nearkin .+)$", text, re.M)
+
+
+def verb_of(words):
+    verb = typer.main.get_command(app)
+    while words and hasattr(verb, "commands") and (known := verb.commands.get(words[0])):
+        verb, words = known, words[1:]
+    return verb, words
+
+
+def wrong_with(verb, words):
+    """What the command line would say of unknown or missing options; values are placeholders on a page."""
+    try:
+        verb.make_context("nearkin", words)
+    except Exception as error:  # of click, or of the click inside typer
+        if type(error).__name__ not in ("BadParameter", "Exit"):
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_have_the_options_and_arguments_that_they_are_shown_with(page):
+    for command in shown_commands(page.read_text(encoding="utf-8")):
+        if re.search(r"…|\[|\w\|\w", command):
+            continue  # shortened, or several in one
+        verb, words = verb_of(shlex.split(re.split(r"\s[#|>&\\]", command)[0])[1:])
+        if hasattr(verb, "commands"):
+            assert not words or words[0][0] == "-" or words[0].isupper() or words[0] == "0.1.0,", command
+        elif words:  # a verb alone is a name, not a command
+            assert not wrong_with(verb, words), f"{command}: {wrong_with(verb, words)}"
+
+
+def test_a_wrong_command_on_a_page_is_seen():
+    assert list(shown_commands("`nearkin a`\n\n    nearkin b --c\n\n```bash\nnearkin d\n```\nnearkin is\n")) == [
+        "nearkin a",
+        "nearkin d",
+        "nearkin b --c",
+    ]
+    assert "losses" in wrong_with(*verb_of(["compare", "photos/"]))
+    assert "--marign" in wrong_with(*verb_of(["train", "photos/", "--marign", "3"]))
+    assert not wrong_with(*verb_of(["serve", "photos/", "--workers", "N"]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_losses_named_for_the_command_line_exist(page):
+    for names in re.findall(r"--loss(?:es)? ([\w,-]+)", page.read_text(encoding="utf-8")):
+        unknown = set(names.split(",")) - set(registry.LOSSES) - {"all", "NAME"}
+        assert not unknown, f"{page.name}: {unknown}"

@@ -96,6 +96,9 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
         display = match[1] == "div"
         source = match[2].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&").strip()
         source = source.removeprefix(r"\[").removesuffix(r"\]").removeprefix(r"\(").removesuffix(r"\)")
-        return convert(source.strip(), display="block" if display else "inline")
+        drawn = convert(source.strip(), display="block" if display else "inline")
+        if "\\" in drawn:  # a command that the converter does not know stays as it is
+            raise PluginError(f"{page.file.src_uri}: the formula {source.strip()} has a command that is not drawn")
+        return drawn
 
     return re.sub(r'<(div|span) class="arithmatex">(.*?)</\1>', formula, html, flags=re.S)

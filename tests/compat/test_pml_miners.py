@@ -441,3 +441,17 @@ def test_refusals_are_assertions_too():
     for sampler in (samplers.MPerClassSampler, their_samplers.MPerClassSampler):
         with pytest.raises(AssertionError):
             sampler([0, 0, 1, 1], 2, batch_size=6)
+
+
+def test_self_comparisons_are_left_out_as_by_the_original():
+    labels = torch.tensor([0, 0, 1, 1, 0, 2])
+    memory = torch.cat([labels[2:], torch.tensor([1, 0]), labels[:2]])  # the batch wraps around
+    places = torch.tensor([6, 7, 0, 1, 2, 3])
+    for mined in (indexing.get_all_pairs_indices(labels, memory), indexing.get_all_triplets_indices(labels, memory)):
+        ours = indexing.remove_self_comparisons(mined, places, len(memory))
+        expected = their_indexing.remove_self_comparisons(mined, places, len(memory))
+        assert len(ours[0]) == len(mined[0]) - len(labels) or len(mined) == 3
+        assert all(map(torch.equal, ours, expected))
+    mined, places = indexing.get_all_pairs_indices(labels, labels[2:]), torch.arange(2, 6)
+    ours = indexing.remove_self_comparisons(mined, places, 4, ref_is_subset=True)
+    assert all(map(torch.equal, ours, their_indexing.remove_self_comparisons(mined, places, 4, ref_is_subset=True)))

@@ -596,6 +596,16 @@ def test_recipes_read_and_say_what_they_cost(file):
     assert recipe.explicit_keys
 
 
+def test_a_recipe_by_name_beside_a_folder_of_the_same_name(tmp_path, monkeypatch):
+    """`nearkin train photos/ --recipe photos` is run where photos/ is; a file of that name is a recipe of one's own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    assert read("photos") == read(ROOT / "recipes" / "photos.toml")
+    (tmp_path / "photos").rmdir()
+    (tmp_path / "photos").write_text("[training]\nepochs = 3\n")
+    assert read("photos").training.epochs == 3
+
+
 @pytest.mark.parametrize(
     ("sets", "graphs"),
     [

@@ -325,9 +325,9 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
 
 
 def _located(file: Path) -> Path:
-    """A file that exists, else the packaged recipe of this name, else the same again."""
+    """A file that exists, else the packaged recipe of this name, also beside a folder of it, else the same again."""
     named = next((place / f"{file}.toml" for place in _places() if (place / f"{file}.toml").is_file()), file)
-    return file if file.exists() or len(file.parts) > 1 or file.suffix else named
+    return file if file.is_file() or len(file.parts) > 1 or file.suffix else named
 
 
 def _places() -> list[Path]:

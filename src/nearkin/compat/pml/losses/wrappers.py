@@ -117,7 +117,7 @@ class CrossBatchMemory(_Wrapper):
         else:
             chosen = self.miner(embeddings, labels, E_mem, L_mem)
         if do_remove_self_comparisons:
-            chosen = indexing.without_self_pairs(chosen, self.curr_batch_idx)
+            chosen = indexing.remove_self_comparisons(chosen, self.curr_batch_idx)
         return chosen if input_indices_tuple is None else self._with_mined(chosen, input_indices_tuple, labels)
 
     def _with_mined(self, chosen: tuple[Tensor, ...], mined: Any, labels: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ __all__ = [
     "get_matches_and_diffs",
     "get_random_triplet_indices",
     "logsumexp",
-    "without_self_pairs",
+    "remove_self_comparisons",
 ]
 
 Indices: TypeAlias = tuple[Tensor, ...]
@@ -148,10 +148,15 @@ def logsumexp(x: Tensor, keep_mask: Tensor | None = None, add_one: bool = True, 
     return torch.where(mask.any(dim, keepdim=True), value, 0.0)
 
 
-def without_self_pairs(indices_tuple: Indices, batch: Tensor) -> Indices:
-    """Leaves out the positives that are their own anchor, where row i of the batch is row `batch[i]` of the memory."""
+def remove_self_comparisons(
+    indices_tuple: Indices, curr_batch_idx: Tensor, ref_size: int | None = None, ref_is_subset: bool = False
+) -> Indices:
+    """Leaves out the positives that are their own anchor: row i of the batch is reference `curr_batch_idx[i]`.
+
+    ref_is_subset: reference i is row `curr_batch_idx[i]` of the batch. ref_size is not needed.
+    """
     anchor, positive = indices_tuple[:2]
-    other = positive != batch[anchor]
+    other = anchor != curr_batch_idx[positive] if ref_is_subset else positive != curr_batch_idx[anchor]
     if len(indices_tuple) == 3:
         return anchor[other], positive[other], indices_tuple[2][other]
     return anchor[other], positive[other], *indices_tuple[2:]
