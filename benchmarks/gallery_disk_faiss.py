@@ -1,9 +1,9 @@
 """FAISS beside a gallery beyond memory: the stage `faiss` of gallery_disk.py.
 
-IVF-PQ and IVF-SQ8 have the lists of the gallery's own index; HNSW-SQ8 has its graph (M = 16, efConstruction = 100). Each is written to a file, opened
-again mapped into memory, as far as FAISS can, and searched in one thread. FAISS alone has no labels, no filters and
-nothing durable, and its scores are those of its codes. "Rescored" is what a gallery would make of it: FAISS proposes 50
-rows, which are read from the gallery, verified and scored in float64.
+IVF-PQ and IVF-SQ8 have the lists of the gallery's own index; HNSW-SQ8 has its graph (M = 16, efConstruction = 100).
+Each is written to a file, opened again mapped into memory, as far as FAISS can, and searched in one thread. FAISS alone
+has no labels, no filters and nothing durable, and its scores are those of its codes. "Rescored" is what a gallery would
+make of it: FAISS proposes 50 rows, which are read from the gallery, verified and scored in float64.
 """
 
 import gc
