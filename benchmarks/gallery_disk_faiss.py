@@ -1,9 +1,9 @@
 """FAISS beside a gallery beyond memory: the stage `faiss` of gallery_disk.py.
 
-IVF-PQ and IVF-SQ8 have the lists of the gallery's own index; HNSW-SQ8 has its graph. Each is written to a file, opened
-again mapped into memory, as far as FAISS can, and searched in one thread. FAISS alone has no labels, no filters and
-nothing durable, and its scores are those of its codes. "Rescored" is what a gallery would make of it: FAISS proposes 50
-rows, which are read from the gallery, verified and scored in float64.
+IVF-PQ and IVF-SQ8 have the lists of the gallery's own index; HNSW-SQ8 has its graph (M = 16, efConstruction = 100).
+Each is written to a file, opened again mapped into memory, as far as FAISS can, and searched in one thread. FAISS alone
+has no labels, no filters and nothing durable, and its scores are those of its codes. "Rescored" is what a gallery would
+make of it: FAISS proposes 50 rows, which are read from the gallery, verified and scored in float64.
 """
 
 import gc
@@ -61,8 +61,8 @@ def made(name: str, dim: int, centroids: Floats) -> Any:
 
     metric = faiss.METRIC_INNER_PRODUCT
     if name.startswith("HNSW"):
-        index = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_8bit, 32, metric)
-        index.hnsw.efConstruction = 200
+        index = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_8bit, 16, metric)
+        index.hnsw.efConstruction = 100
         return index
     quantizer = faiss.IndexFlatIP(dim)
     quantizer.add(centroids)

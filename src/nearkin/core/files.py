@@ -39,8 +39,9 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def hold(file: IO[bytes]) -> None:
-    """Marks a temporary file of `replacing` as in use, for `remove_abandoned`."""
+    """Marks a temporary file of `replacing`, still empty, as in use, for `remove_abandoned`."""
     _lock(file.fileno())
+    os.ftruncate(file.fileno(), 1)  # one that is empty may not be locked yet
 
 
 def remove_abandoned(path: Path) -> None:
@@ -53,7 +54,7 @@ def remove_abandoned(path: Path) -> None:
         with suppress(OSError):
             handle = os.open(part, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
             try:
-                abandoned = os.fstat(handle).st_size > 0 and _lock(handle)  # an empty one may not be held yet
+                abandoned = os.fstat(handle).st_size > 0 and _lock(handle)
             finally:
                 os.close(handle)
             if abandoned:

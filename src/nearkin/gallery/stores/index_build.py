@@ -20,7 +20,7 @@ from nearkin.gallery.stores import sqlite_file
 from nearkin.gallery.stores.filter_columns import LABEL, ColumnBuilder
 from nearkin.gallery.stores.index_file import IndexWriter, mapped
 from nearkin.gallery.stores.list_search import Lists
-from nearkin.gallery.stores.matrix import Ids, has_int8_matmul, round_rows
+from nearkin.gallery.stores.matrix import Ids, has_int8_matmul, one_thread, round_rows
 from nearkin.gallery.stores.rescoring import rescore
 from nearkin.gallery.stores.stored_forms import Form, encode
 
@@ -29,7 +29,8 @@ __all__ = ["EXACT", "Progress", "build"]
 EXACT = 100_000  # rows up to which every search is exact
 LISTS = 1.3  # lists per square root of the rows
 TRAINED, ROUNDS = 40, 6  # rows per list that train the centroids, and rounds of k-means
-ASSIGNED = 4096  # rows assigned at a time
+READ = 4096  # rows read at a time
+ASSIGNED = 256  # rows assigned at a time: their cosines with all centroids stay in the processor's cache
 WRITTEN = 32_768  # rows written at a time
 TARGET, QUERIES, NEAREST = 0.995, 200, 10
 KEEPS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # rows that a coarse form may leave to the fine one
@@ -82,8 +83,8 @@ def _sample(reader: Any, facts: Facts, count: int) -> Floats:
     ids = np.unique(draw.integers(1, max(2, facts.next_id), spread)) if spread < facts.next_id else None
     wanted = np.arange(1, facts.next_id) if ids is None else ids
     parts = []
-    for start in range(0, len(wanted), ASSIGNED):
-        rows, _ = sqlite_file.fetch(reader, wanted[start : start + ASSIGNED].tolist())
+    for start in range(0, len(wanted), READ):
+        rows, _ = sqlite_file.fetch(reader, wanted[start : start + READ].tolist())
         parts.append(unpack([rows[i].vector for i in sorted(rows)], facts.dim))
     return np.concatenate(parts)[:count] if parts else np.zeros((0, facts.dim), np.float32)
 
@@ -112,15 +113,16 @@ def _assign(rows: Floats, centroids: Floats) -> Ids:
     codes, scales, _ = round_rows(centroids)
     scale = torch.from_numpy(scales)
     columns = torch.from_numpy(codes if fast else centroids).t().contiguous()
-    nearest = []
-    for start in range(0, len(rows), ASSIGNED):
-        part = rows[start : start + ASSIGNED]
-        if fast:
-            near = torch._int_mm(torch.from_numpy(round_rows(part)[0]), columns).float().mul_(scale)
-        else:
-            near = torch.from_numpy(part) @ columns
-        nearest.append(near.argmax(1).numpy())
-    return np.concatenate(nearest)
+    nearest = np.empty(len(rows), np.int64)
+    with one_thread():  # two that wait for one another after every product take longer on a busy machine
+        for start in range(0, len(rows), ASSIGNED):
+            part = rows[start : start + ASSIGNED]
+            if fast:
+                near = torch._int_mm(torch.from_numpy(round_rows(part)[0]), columns).float().mul_(scale)
+            else:
+                near = torch.from_numpy(part) @ columns
+            nearest[start : start + len(part)] = near.numpy().argmax(1)
+    return nearest
 
 
 # --- rows
