@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import postgres_server
 from nearkin.cli import app
 from nearkin.gallery import Gallery, StoreUnavailable
+from nearkin.gallery.stores import postgres_watchdog
 from nearkin.gallery.stores.postgres_connection import parse_address
 
 pytestmark = pytest.mark.slow
@@ -65,6 +66,33 @@ def test_an_address_goes_to_the_server_as_it_was_written():
     assert parsed.url == "postgresql://bob:p%40+x@[::1]:5/db?options=-c%20geqo%3Doff&application_name=a+b"
     assert parsed.name == "birds" and "p@+x" in parsed.secrets and "p%40+x" in parsed.secrets
     assert parsed.shown == "postgresql://bob@[::1]:5/db?options=-c%20geqo%3Doff&gallery=birds&application_name=a+b"
+
+
+def test_one_thread_ends_the_calls_to_a_server_that_is_gone(monkeypatch):
+    ended, up, asked = [], [True], threading.Semaphore(0)
+    monkeypatch.setattr(postgres_watchdog, "_shut_down", ended.append)
+    monkeypatch.setattr(postgres_watchdog, "IDLE", 0.05)
+
+    def is_up():
+        asked.release()
+        return up[0]
+
+    watchdog = postgres_watchdog.Watchdog(0.01, is_up)
+    with watchdog.watching("short"):
+        pass
+    with watchdog.watching("long"):
+        thread = watchdog._thread
+        assert asked.acquire(timeout=20) and asked.acquire(timeout=20) and ended == []  # it is asked about again
+        with watchdog.watching("later"):
+            assert watchdog._thread is thread
+            up[0] = False
+            while len(ended) < 2:
+                assert asked.acquire(timeout=20)
+    assert sorted(ended) == ["later", "long"]
+    thread.join(20)
+    assert not thread.is_alive() and watchdog._thread is None
+    with watchdog.watching("again"):
+        assert watchdog._thread.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -247,6 +247,23 @@ def test_signs_propose_and_sql_compares_again(few, url, monkeypatch):
         assert hits >= 0.98 * 200
 
 
+def test_recall_is_measured_on_queries_as_far_from_the_rows_as_new_items(few, url):
+    vectors = rows_of(900)
+    wide = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    def nearest(queries):
+        return float((queries / np.linalg.norm(queries, axis=1, keepdims=True) @ wide.T).max(1).mean())
+
+    with Gallery.open(url, dim=DIM) as gallery:
+        gallery.enrol(vectors, "a")
+        gallery.warm()
+        store, facts = gallery._store, gallery._store.facts()
+        with store.connections.reading() as cursor:
+            index = postgres_search.IndexFacts.of(facts)
+            queries = postgres_recall._queries(cursor, store, facts, index)
+    assert queries.shape == (200, DIM) and abs(nearest(queries) - nearest(rows_of(200, seed=5))) < 0.02
+
+
 def test_an_index_that_finds_too_little_is_not_used(few, url, monkeypatch):
     monkeypatch.setattr(postgres_index.hnsw, "TARGET_RECALL", 1.1)
     vectors = rows_of(300)

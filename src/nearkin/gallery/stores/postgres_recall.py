@@ -116,10 +116,11 @@ def _queries(cursor: Any, store: "PostgresStore", facts: Facts, index: IndexFact
     """
     draw = np.random.default_rng(0)
     ids = draw.integers(1, max(2, facts.next_id), 4 * QUERIES).tolist()
-    table = f"SELECT {COLUMNS} FROM {store.table} WHERE id = ANY(%s) LIMIT {QUERIES}"
-    rows, _ = read_rows(cursor.execute(table, (ids,)))
+    rows, _ = read_rows(cursor.execute(f"SELECT {COLUMNS} FROM {store.table} WHERE id = ANY(%s)", (ids,)))
+    # Of all ages: rows that were indexed first have the most links.
+    some = [rows[place].vector for place in draw.permutation(len(rows))[:QUERIES]]
     queries = []
-    for row in schema.unpack([row.vector for row in rows], facts.dim):
+    for row in schema.unpack(some, facts.dim):
         proposed, _ = store.search.by_index(cursor, facts.dim, index, row, len(SIGNS) + 4, PROBED)
         near = [one.vector for one, _ in best(proposed, row, len(SIGNS))[0]]
         signs = draw.permutation(SIGNS)[: len(near)]
