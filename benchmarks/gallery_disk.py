@@ -231,14 +231,14 @@ def write(a: argparse.Namespace, lines: list[tuple[str, float, str]]) -> None:
     if results.exists():
         with results.open(newline="") as file:
             old = list(csv.reader(file))[1:]
-    new = [
+    new: list[list[object]] = [
         [what if "FAISS" in what else f"{a.stored}: {what}", str(a.rows), str(a.dim), a.kind, f"{value:.4g}", unit]
         for what, value, unit in lines
     ]
     for line in new:
         print(*line, flush=True)
     keys = {tuple(line[:4]) for line in new}
-    measure.write_csv(results, HEADER, [*(line[: len(HEADER)] for line in old if tuple(line[:4]) not in keys), *new])
+    measure.write_csv(results, HEADER, new, [line for line in old if tuple(line[:4]) not in keys])
 
 
 if __name__ == "__main__":

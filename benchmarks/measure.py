@@ -112,13 +112,14 @@ def machine(device: str) -> str:
     return f"{platform.machine()} cpu, {torch.get_num_threads()} threads"
 
 
-def write_csv(path: Path, header: list[str], rows: Iterable[list[object]]) -> None:
-    """Rows with the torch version and the date, to a temporary name first."""
+def write_csv(path: Path, header: list[str], rows: Iterable[list[object]], kept: Iterable[list[str]] = ()) -> None:
+    """Rows with the torch version and the date, to a temporary name first. kept: those of earlier runs, with theirs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with part.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*header, "torch", "date"])
+        writer.writerows(kept)
         writer.writerows([*row, torch.__version__, date.today().isoformat()] for row in rows)
         file.flush()
         os.fsync(file.fileno())

@@ -27,7 +27,8 @@ from nearkin.gallery.stores.stored_forms import Form, encode
 __all__ = ["EXACT", "Progress", "build"]
 
 EXACT = 100_000  # rows up to which every search is exact
-LISTS = 1.3  # lists per square root of the rows
+LISTS = 1.3  # lists per square root of the rows, up to a million
+LONGEST, MOST_LISTS = 770, 32_768  # beyond: rows per list, so that it has no more groups of near rows than before
 TRAINED, ROUNDS = 40, 6  # rows per list that train the centroids, and rounds of k-means
 READ = 4096  # rows read at a time
 ASSIGNED = 256  # rows assigned at a time: their cosines with all centroids stay in the processor's cache
@@ -68,7 +69,9 @@ def _readable(file: IO[bytes]) -> IO[bytes]:
 
 
 def _list_count(rows: int) -> int:
-    return max(1, int(LISTS * rows**0.5)) if rows >= 2048 else 1
+    if rows < 2048:
+        return 1
+    return max(int(LISTS * rows**0.5), min(rows // LONGEST, MOST_LISTS))
 
 
 # --- centroids
