@@ -120,9 +120,9 @@ def _verb(path: str, command: Any) -> list[str]:
             names = " ".join(f"`{n}`" for n in [*parameter.opts, *parameter.secondary_opts])
         environment = f" Environment: `{parameter.envvar}`." if getattr(parameter, "envvar", None) else ""
         meaning = _cell(getattr(parameter, "help", "") or "") + environment
-        rows.append(f"| {names} | {_kind(parameter)} | {_default(parameter)} | {meaning} |")
+        rows.append(f"| {names} | {meaning} | {_kind(parameter)} | {_default(parameter)} |")
     if rows:
-        lines += ["| argument or option | value | default | meaning |", "|---|---|---|---|", *rows, ""]
+        lines += ["| argument or option | meaning | value | default |", "|---|---|---|---|", *rows, ""]
     return lines
 
 
@@ -197,7 +197,7 @@ def recipe_keys() -> str:
             lines += [_NAMED[section], ""]
             continue
         meanings = _meanings(model)
-        lines += [inspect.getdoc(model) or "", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [inspect.getdoc(model) or "", "", "| key | meaning | type | default |", "|---|---|---|---|"]
         for key, entry in model.model_fields.items():
             if not meanings.get(key):
                 raise ValueError(f"{section}.{key} has no comment in {recipe.__name__} that says what it is")
@@ -206,7 +206,7 @@ def recipe_keys() -> str:
                 str(m).split("(")[0].lower() + " " + str(m).split("=")[-1].rstrip(")") for m in entry.metadata
             )
             shown = _type(entry.annotation) + (f" ({_LIMITS(limits)})" if limits else "")
-            lines.append(f"| `{section}.{key}` | {shown} | {default} | {_cell(meanings[key])} |")
+            lines.append(f"| `{section}.{key}` | {_cell(meanings[key])} | {shown} | {default} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -293,12 +293,12 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> list[str]:
         for name, schema in body.get("schema", {}).get("properties", {}).items():
             rows.append((name, kind, schema, name in body["schema"].get("required", [])))
     if rows:
-        lines += ["| field | in | type | default | meaning |", "|---|---|---|---|---|"]
+        lines += ["| field | meaning | in | type | default |", "|---|---|---|---|---|"]
         for name, where, schema, required in rows:
             default = (
                 "required" if required else f"`{json.dumps(schema['default'])}`" if "default" in schema else "none"
             )
             kind = schema.get("type") or " or ".join(s.get("type", "object") for s in schema.get("anyOf", [{}]))
-            lines.append(f"| `{name}` | {where} | {kind} | {default} | {_cell(schema.get('description', ''))} |")
+            lines.append(f"| `{name}` | {_cell(schema.get('description', ''))} | {where} | {kind} | {default} |")
         lines.append("")
     return [*lines, "Answers: " + ", ".join(operation.get("responses", {})) + ".", ""]
