@@ -1,4 +1,4 @@
-"""Time and peak memory of grouping many vectors: smoothing, the exact neighbour graph, average linkage.
+"""Time and peak memory of grouping many vectors: smoothing, the exact neighbour graph, linkage.
 
     python benchmarks/grouping_memory.py --items 100000 --dim 128
 
@@ -22,14 +22,22 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--noise", type=float, default=1.2)
     parser.add_argument("--plain", action="store_true", help="a similarity of 0.25, without smoothing")
+    parser.add_argument("--plda", action="store_true", help="by a model of 500 other classes")
     chosen = parser.parse_args()
     draw = np.random.default_rng(0)
     labels = np.repeat(np.arange(chosen.items // 20), 20)
     centres = draw.standard_normal((chosen.items // 20, chosen.dim), dtype=np.float32)
     rows = torch.from_numpy(centres[labels])
     rows += chosen.noise * torch.from_numpy(draw.standard_normal(rows.shape, dtype=np.float32))
+    model = None
+    if chosen.plda:
+        others = np.repeat(draw.standard_normal((500, chosen.dim), dtype=np.float32), 20, 0)
+        others += chosen.noise * draw.standard_normal(others.shape, dtype=np.float32)
+        model = evaluation.fit_plda(others, np.repeat(np.arange(500), 20))
     before, begun, used = peak(), time.perf_counter(), time.process_time()
-    if chosen.plain:
+    if model is not None:
+        groups = evaluation.group(rows, method="plda", model=model)
+    elif chosen.plain:
         groups = evaluation.group(rows, similarity=0.25)
     else:
         smooth = evaluation.smoothed(rows)

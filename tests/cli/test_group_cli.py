@@ -13,7 +13,7 @@ from PIL import Image
 from calibrations import calibration_by_hand
 from commands import output_of, run
 from nearkin import models
-from nearkin.gallery import results
+from nearkin.gallery import Gallery, GroupEditor, results
 from nearkin.gallery.items import encoder_info
 
 KINDS, EACH = 4, 6
@@ -200,6 +200,9 @@ def test_a_trained_run_groups_by_the_model_of_its_classes(trained):
     output_of(run("enrol", "trained", "classes.npz", "--gallery", "classes.db"))
     rows = json.loads(output_of(run("group", "classes.db", "--out", "t.csv", "--json")))
     assert rows["method"] == "plda"
+    with Gallery.open("classes.db") as gallery:  # and so does the page
+        state = GroupEditor(gallery).propose(0, scope="all")
+    assert (state.similarity, len(state.groups), state.alone) == (None, rows["groups"], rows["alone"])
     model.unlink()
     assert json.loads(output_of(run("group", "classes.db", "--out", "t.csv", "--json")))["method"] == "average"
     assert "nearkin group SOURCE --run RUN makes it" in refused("classes.db", "--method", "plda")

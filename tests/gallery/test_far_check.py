@@ -84,8 +84,9 @@ def test_a_small_gallery_is_tested_beside_a_large_one_and_too_few_classes_are_a_
     assert [rate["labels"] for rate in checked["rates"]] == [20, 45]
     few = far_check.of_vectors(Vectors("few", rows[:18], np.array([f"c{i}" for i in labels[:18].tolist()])), None)
     assert few["kept"] is None and few["sentence"].startswith(
-        "It was not measured: calibration needs at least 5 classes"
+        "Whether identify keeps its FAR was not measured: calibration needs at least 5 classes, 4 of them of 2 items"
     )
+    assert "--part" not in few["sentence"]
     json.dumps(few, allow_nan=False)
 
 

@@ -49,7 +49,8 @@ def average_linkage(sums: Floats, first: Ints, second: Ints, value: Floats, simi
 def likelihood_linkage(sums: Floats, first: Ints, second: Ints, model: PLDA) -> Ints:
     """As `average_linkage`, while the evidence rises; two groups may gain by it only after others have joined them.
 
-    sums: rows of the model.
+    Nearest are those that gain most per item of the smaller group; by the gain itself, two large groups that are
+    somewhat alike would come before two items that are much alike. sums: rows of the model.
     """
     counts = np.ones(len(sums))
     evidence = model.evidence(counts, sums)
@@ -60,7 +61,9 @@ def likelihood_linkage(sums: Floats, first: Ints, second: Ints, model: PLDA) -> 
         evidence[low] = model.evidence(counts[low], sums[low])
 
     def measure(first: Ints, second: Ints) -> Floats:
-        return model.gains(counts, sums, evidence, first, second)
+        gains = model.gains(counts, sums, evidence, first, second)
+        values: Floats = gains / np.minimum(counts[first], counts[second])
+        return values
 
     return _linked(len(sums), (first, second, measure(first, second)), ROUNDING, join, measure, drop=False)
 

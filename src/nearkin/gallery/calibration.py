@@ -61,7 +61,11 @@ def calibrate(
     embedded = training.embed_source(folder, part=part, dim=dim, device=device, progress=progress)
     if embedded.labels is None:
         raise ValueError(f"{run}: its source has no class labels, so there are no same and different pairs to measure")
-    plain = measure(embedded.embeddings, torch.from_numpy(embedded.labels), groups=embedded.groups) | {
+    try:
+        measured = measure(embedded.embeddings, torch.from_numpy(embedded.labels), groups=embedded.groups)
+    except ValueError as error:
+        raise ValueError(f"{error}" + ("; --part test may have more" if part == "val" else "")) from None
+    plain = measured | {
         "format": results.FORMAT,
         "nearkin": version_of("nearkin"),
         "encoder": info.fingerprint,
@@ -217,10 +221,10 @@ def select(
     groups = np.split(order, np.cumsum(np.bincount(codes))[:-1])
     genuine = sum(class_rates.most_others(group, bursts) > 0 for group in groups)
     if len(groups) < FEWEST or genuine < 4:
-        what = "items" if bursts is None else "groups"
+        what = "items" if bursts is None or len(np.unique(bursts)) == len(bursts) else "groups"
         raise ValueError(
             f"calibration needs at least {FEWEST} classes, 4 of them of 2 {what} or more, "
-            f"got {len(groups)} and {genuine}; --part test may have more"
+            f"got {len(groups)} and {genuine}"
         )
     if len(groups) > CLASSES:
         groups = [groups[i] for i in draw.permutation(len(groups))[:CLASSES]]

@@ -119,7 +119,8 @@ def check_far(
             if progress is not None:
                 progress(at + 1, len(possible))
     except ValueError as error:
-        return {"calibration_classes": None, "kept": None, "sentence": f"It was not measured: {error}.", "rates": []}
+        sentence = f"Whether identify keeps its FAR was not measured: {error}."
+        return {"calibration_classes": None, "kept": None, "sentence": sentence, "rates": []}
     stated = [row for row in rows if row["verdict"] is not None]
     classes = parts[0][1].classes
     return {

@@ -14,6 +14,7 @@ import torch
 
 from nearkin.core import checks
 from nearkin.core.errors import MissingRow, StaleGroups
+from nearkin.gallery.run_plda import plda_of_gallery
 from nearkin.gallery.schema import UNLABELLED, check_label
 from nearkin.gallery.source_groups import group_vectors
 
@@ -34,7 +35,8 @@ class Reviewed(NamedTuple):
     """The state. groups: rows by number, the largest first, without rows that were relabelled or removed. undo: the
     kind of the last step, None where there is none.
 
-    similarity: from which on rows were joined; None before the first proposal. alone: rows that nothing was near to.
+    similarity: from which on rows were joined; None before the first proposal, and for PLDA. alone: rows that nothing
+    was near to.
     """
 
     version: int
@@ -104,7 +106,7 @@ class GroupEditor:
         size: int | None = None,
         progress: Any = None,
     ) -> Reviewed:
-        """Groups anew: the rows without a label, or all. Settings as in `group_source`."""
+        """Groups anew: the rows without a label, or all. Settings as in `group_gallery`."""
         checks.one_of("scope", scope, SCOPES)
         if size is not None:
             checks.integer("size", size, 2)
@@ -112,7 +114,10 @@ class GroupEditor:
             raise ValueError("size is for grouping without a similarity; give one of them, got both")
         self._check_version(_parsed(self._store.note(KEY)), version)  # before minutes of work
         ids, vectors = self._rows(scope)
-        assignment, central, used = group_vectors(vectors, similarity, size=size, progress=progress)
+        free = similarity is None and size is None and len(ids) > 0
+        model = plda_of_gallery(self._gallery) if free else None
+        method = "average" if model is None else "plda"
+        assignment, central, used = group_vectors(vectors, similarity, method, size, progress, model)
         sizes, order = np.bincount(assignment), np.lexsort((-central, assignment))
         several = int((sizes > 1).sum())
         parts = np.split(ids[order], np.cumsum(sizes)[:-1])[:several] if len(ids) else []
