@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nearkin.gallery.schema import Floats
@@ -106,7 +107,8 @@ class Lists:
 
     def near_lists(self, query: Floats) -> tuple[Ids, Floats]:
         """Lists by the cosine of their centroid, nearest first; and the largest cosine that a row of each can have."""
-        near = self.centroids @ query
+        with one_thread():
+            near = torch.mv(torch.from_numpy(self.centroids), torch.from_numpy(query)).numpy()
         slack = 4 * self.dim * EPSILON  # of a product in float32
         most, least = (np.arccos(np.clip(near + sign * slack, -1, 1).astype(np.float64)) for sign in (-1, 1))
         off = np.maximum(np.maximum(self.angles[:, 0] - most, least - self.angles[:, 1]), 0.0)

@@ -102,7 +102,8 @@ class Coded:
         scales, errors = self.scales[at], self.errors[at]
         slack = 4 * self.dim * EPSILON
         if self.kind == "float32":
-            return np.asarray(self.codes[at] @ query.full, np.float32), errors + np.float32(slack)
+            near = torch.mv(torch.from_numpy(self.codes[at]), torch.from_numpy(query.full)).numpy()
+            return near, errors + np.float32(slack)
         if self.kind == "binary":
             return self._binary_scores(query, self.codes[at], scales, errors, slack)
         near = np.multiply(self._products(query, self.codes[at]), scales * np.float32(query.scale), dtype=np.float32)
