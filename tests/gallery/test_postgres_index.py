@@ -247,7 +247,7 @@ def test_signs_propose_and_sql_compares_again(few, url, monkeypatch):
         assert hits >= 0.98 * 200
 
 
-def test_recall_is_measured_on_queries_as_far_from_the_rows_as_new_items(few, url):
+def test_recall_is_measured_on_queries_about_as_far_from_the_rows_as_new_items(few, url):
     vectors = rows_of(900)
     wide = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
@@ -261,7 +261,9 @@ def test_recall_is_measured_on_queries_as_far_from_the_rows_as_new_items(few, ur
         with store.connections.reading() as cursor:
             index = postgres_search.IndexFacts.of(facts)
             queries = postgres_recall._queries(cursor, store, facts, index)
-    assert queries.shape == (200, DIM) and abs(nearest(queries) - nearest(rows_of(200, seed=5))) < 0.02
+    noise = 0.3 * np.random.default_rng(3).normal(size=(200, DIM)) / DIM**0.5
+    new, noisy = nearest(rows_of(200, seed=5)), nearest(wide[:200] + noise)
+    assert queries.shape == (200, DIM) and abs(nearest(queries) - new) < 0.03 < noisy - new - 0.01
 
 
 def test_an_index_that_finds_too_little_is_not_used(few, url, monkeypatch):
