@@ -90,15 +90,19 @@ class Server:
         raise RuntimeError(f"PostgreSQL did not start: {(self.folder / 'log').read_text()[-2000:]}")
 
     def kill(self) -> None:
-        """kill -9 of the server and its children: all of the session that we made."""
-        if self.process.poll() is None:  # still ours: its number cannot be another's
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            end = time.monotonic() + 10
-            with contextlib.suppress(ProcessLookupError):  # its memory is in use until the last of them has ended
-                while time.monotonic() < end:
-                    os.killpg(self.process.pid, 0)
-                    time.sleep(0.01)
+        """kill -9 of the server and its children, which are sessions of their own."""
+        if self.process.poll() is not None:
+            return  # its number may be another's by now
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        os.kill(self.process.pid, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        self.process.wait()
+        end = time.monotonic() + 10  # its memory is in use until the last of them has ended
+        while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < end:
+            time.sleep(0.01)
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
