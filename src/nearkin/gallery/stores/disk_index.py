@@ -356,7 +356,7 @@ class DiskIndex:
             )
         return (
             f"{self.stored} on disk, {self._lists.probes:,} of {len(self._lists.centroids):,} lists; where the bound "
-            f"does not prove an answer, recall@10 {head['recall']:.4f} on {head['queries']} queries near rows"
+            f"does not prove an answer, recall@10 {head['recall']:.4f} on {head['queries']} queries like new items"
             f"{self._word}"
         )
 

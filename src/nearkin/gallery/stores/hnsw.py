@@ -14,6 +14,7 @@ import numpy as np
 from nearkin.core import files
 from nearkin.gallery.schema import Floats, unit
 from nearkin.gallery.stores.matrix import BLOCK, Ids, Matrix
+from nearkin.gallery.stores.recall_queries import NEAR, like_new_items
 
 __all__ = ["EXACT", "TARGET_RECALL", "WIDTH", "Graph", "Progress", "build", "load", "load_faiss", "save", "unavailable"]
 
@@ -91,8 +92,11 @@ def _with_depth(index: Any, matrix: Matrix, ids: Ids) -> Graph | None:
     """With the smallest depth that reaches the target recall."""
     draw = np.random.default_rng(0)
     chosen = matrix.rows[matrix.positions(draw.choice(ids, min(QUERIES, len(ids)), replace=False))]
-    noise = draw.normal(size=chosen.shape) / matrix.dim**0.5
-    queries = unit(chosen + 0.3 * noise)  # near the rows, like the queries of a gallery, but equal to none
+
+    def nearest(row: Floats) -> Floats:
+        return matrix.rows[matrix.positions(matrix.top_k(row, NEAR, matrix.propose(row, NEAR))[0])]
+
+    queries = like_new_items(chosen, nearest, draw)
     exact = [set(matrix.top_k(q, 10, matrix.propose(q, 10))[0].tolist()) for q in queries]
     for depth in DEPTHS:
         graph = Graph(index, ids, depth, 0.0)

@@ -21,6 +21,7 @@ from nearkin.gallery.stores.filter_columns import LABEL, ColumnBuilder
 from nearkin.gallery.stores.index_file import IndexWriter, mapped
 from nearkin.gallery.stores.list_search import Lists
 from nearkin.gallery.stores.matrix import Ids, has_int8_matmul, one_thread, round_rows
+from nearkin.gallery.stores.recall_queries import NEAR, like_new_items
 from nearkin.gallery.stores.rescoring import rescore
 from nearkin.gallery.stores.stored_forms import Form, encode
 
@@ -290,12 +291,16 @@ def _measured(reader: Any, lists: Lists) -> dict[str, Any]:
 
 
 def _queries(reader: Any, lists: Lists) -> Floats:
-    """Near the rows, like the queries of a gallery, but equal to none."""
     draw = np.random.default_rng(1)
     chosen = np.sort(draw.choice(len(lists), QUERIES, replace=False))
     rows, _ = sqlite_file.fetch(reader, lists.ids[chosen].tolist())
     vectors = unpack([row.vector for row in rows.values()], lists.dim)
-    queries = unit(vectors + 0.3 * draw.normal(size=vectors.shape) / lists.dim**0.5)
+
+    def nearest(row: Floats) -> Floats:
+        near = rescore(reader, lists, row, NEAR, None, lists.exact(row, NEAR, -np.inf)).rows
+        return unpack([one.vector for one, _ in near], lists.dim)
+
+    queries = like_new_items(vectors, nearest, draw)
     return queries[draw.permutation(len(queries))]
 
 

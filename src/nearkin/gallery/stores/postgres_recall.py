@@ -12,6 +12,7 @@ from nearkin.gallery.schema import Facts, Floats
 from nearkin.gallery.stores import hnsw, postgres_filters
 from nearkin.gallery.stores.postgres_filters import Part
 from nearkin.gallery.stores.postgres_search import COLUMNS, DEEPEST, IndexFacts, best, read_rows
+from nearkin.gallery.stores.recall_queries import NEAR, like_new_items
 
 if TYPE_CHECKING:
     from nearkin.gallery.stores.postgres import PostgresStore
@@ -22,10 +23,7 @@ MAX_HALF = 4_000  # dimensions of HNSW over halfvec
 DEPTHS = (40, 50, 64, 80, 100, 125, 160, 200, 250, 320, 400, 500, 640, 800, DEEPEST)
 DEEP_RECALL = 0.995  # recall@100 that decides about searches with a filter
 QUERIES = 200  # that measure recall: where a search fails, it mostly misses all of a class
-SIGNS, PROBED = (
-    (1, 1, 1, 1, 1, 1, -1, -1, -1),
-    160,
-)  # of the rows that make a query; depth at which they are searched for
+PROBED = 160  # depth at which the rows that make a query are searched for
 FILTER_QUERIES = 100  # that measure the recall of each filter with indexes of its own
 COMPARED = 8192  # rows at a time
 
@@ -109,23 +107,17 @@ def _recall(
 
 
 def _queries(cursor: Any, store: "PostgresStore", facts: Facts, index: IndexFacts) -> Floats:
-    """Like new items of the gallery: of nine rows that are near to one another six are added and three taken away.
-
-    The weights are ±1/3, so where the nine scatter about a centre, the sum scatters about it as far as they do. A row
-    with a little noise would be found too easily: its own links lead to its neighbours.
-    """
     draw = np.random.default_rng(0)
     ids = draw.integers(1, max(2, facts.next_id), 4 * QUERIES).tolist()
     rows, _ = read_rows(cursor.execute(f"SELECT {COLUMNS} FROM {store.table} WHERE id = ANY(%s)", (ids,)))
     # Of all ages: rows that were indexed first have the most links.
     some = [rows[place].vector for place in draw.permutation(len(rows))[:QUERIES]]
-    queries = []
-    for row in schema.unpack(some, facts.dim):
-        proposed, _ = store.search.by_index(cursor, facts.dim, index, row, len(SIGNS) + 4, PROBED)
-        near = [one.vector for one, _ in best(proposed, row, len(SIGNS))[0]]
-        signs = draw.permutation(SIGNS)[: len(near)]
-        queries.append(row if len(near) < len(SIGNS) else signs @ schema.unpack(near, facts.dim))
-    return schema.unit(np.stack(queries))
+
+    def nearest(row: Floats) -> Floats:
+        proposed, _ = store.search.by_index(cursor, facts.dim, index, row, NEAR + 4, PROBED)
+        return schema.unpack([one.vector for one, _ in best(proposed, row, NEAR)[0]], facts.dim)
+
+    return like_new_items(schema.unpack(some, facts.dim), nearest, draw)
 
 
 def _exact_ids(cursor: Any, table: str, queries: Floats, k: int) -> list[list[int]]:
