@@ -56,9 +56,12 @@ def has_float64_units(tensor: Tensor) -> bool:
     return not tensor.is_cuda or _has_units(tensor.device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_units(device: torch.device) -> bool:
     return capability(device) in _FLOAT64_UNITS
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler, and triton, with this module.
+_has_units._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
