@@ -141,6 +141,16 @@ def test_exact_is_exact_and_what_is_proved_is_exact(stored, tmp_path, few_exact)
         assert "recall@10" in gallery.stats()["index"] and gallery.stats()["stored"] == stored
 
 
+def test_every_group_of_near_rows_gets_a_centroid():
+    """Begun at random rows and never moved, one in four has none, and a search must read many lists for its rows."""
+    draw = np.random.default_rng(3)
+    centres = draw.standard_normal((200, 64))
+    rows = unit((centres[np.arange(10_000) % 200] + 0.5 * draw.standard_normal((10_000, 64))).astype(np.float32))
+    centroids = index_build._train(rows, 260)
+    nearest = (unit(centres.astype(np.float32)) @ centroids.T).max(1)
+    assert (nearest < 0.95).sum() <= 4
+
+
 def test_tight_classes_are_proved_without_reading_all_lists(tmp_path, few_exact, monkeypatch):
     """The bound by angles reaches where lists are tight and far apart."""
     draw = np.random.default_rng(4)

@@ -1,5 +1,6 @@
 """Several workers: rows are seen at once everywhere, kills lose nothing, counters add up, the run is read again."""
 
+import ctypes
 import http.client
 import itertools
 import json
@@ -62,7 +63,8 @@ class Service:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*map(str, command), "--workers", str(workers)],
-                stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options,
+                stdout=subprocess.PIPE, stderr=log, text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}, **options,
             )  # fmt: skip
         self.address = self.process.stdout.readline().partition(" ")[0]
 
@@ -112,8 +114,16 @@ class Service:
     def stop(self):
         children = self.children() if self.workers > 1 else []
         self.process.terminate()
-        status = self.process.wait(60)
-        return status, [pid for pid in children if alive(pid)]
+        return self.ended(), [pid for pid in children if alive(pid)]
+
+    def ended(self):
+        """Its status; where it does not end, its log says where its threads are."""
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait()
+            raise AssertionError(f"it did not end within 60 seconds: {self.log.read_text()[-6000:]}") from None
 
 
 def alive(pid):
@@ -318,6 +328,15 @@ def point(link, name):
 
 
 # ---- the end
+
+
+def test_a_signal_that_reaches_another_thread_ends_it_too(run, tmp_path):
+    """The system gives a signal to any thread, and only the main one runs Python's handler."""
+    with serving(run, new_gallery(tmp_path / "g.gallery", run), tmp_path) as service:
+        main = service.process.pid
+        other = next(int(path.name) for path in Path(f"/proc/{main}/task").iterdir() if int(path.name) != main)
+        sent = ctypes.CDLL(None, use_errno=True).tgkill(main, other, signal.SIGTERM)
+        assert sent == 0 and service.ended() == 0
 
 
 def test_requests_under_way_are_finished_before_it_ends_and_others_get_a_503(run, tmp_path):

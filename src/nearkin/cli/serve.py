@@ -109,7 +109,7 @@ def serve(
             encoder, place = target, str(gallery)
         else:
             source, encoder, place = target, *_of_photos(target, run, gallery)
-        ended = web.serve(
+        web.serve(
             encoder,
             place,
             host=host,
@@ -125,10 +125,9 @@ def serve(
             ready=lambda address: _ready(address, browser, source is not None),
             quiet=quiet,
         )
-    if not ended:  # a hanging thread would block the end of Python, or be torn down within torch
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a hanging thread would block the end of Python, or be torn down within torch
 
 
 def _of_photos(source: str, run: str | None, gallery: str | None) -> tuple[str | Path, str | Path]:

@@ -33,6 +33,7 @@ MAX_WORKERS = 64
 MAX_DEATHS, WITHIN = 5, 60.0  # of one worker in so many seconds; then it is not started again
 PAUSE = 1.0  # seconds before a worker that has died twice is started again
 LAST = 12.0  # seconds after which workers that were told to end are killed
+WAKE = 0.5  # seconds until a signal is heard that the system gave to another thread than the waiting one
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -125,7 +126,10 @@ class Supervisor:
         """Until the end of the service; returns why it could not go on, "" after a signal."""
         announced = False
         while True:
-            event, value = self._events.get()
+            try:
+                event, value = self._events.get(timeout=WAKE)
+            except queue.Empty:
+                continue
             if event == "end":
                 return ""
             if event == "hangup":

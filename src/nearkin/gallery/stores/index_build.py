@@ -31,6 +31,7 @@ EXACT = 100_000  # rows up to which every search is exact
 LISTS = 1.3  # lists per square root of the rows, up to a million
 LONGEST, MOST_LISTS = 770, 32_768  # beyond: rows per list, so that it has no more groups of near rows than before
 TRAINED, ROUNDS = 40, 6  # rows per list that train the centroids, and rounds of k-means
+MOVED = 0.2  # the share of lists, the smallest, that begins again elsewhere after each round but the last two
 READ = 4096  # rows read at a time
 ASSIGNED = 256  # rows assigned at a time: their cosines with all centroids stay in the processor's cache
 WRITTEN = 32_768  # rows written at a time
@@ -94,19 +95,36 @@ def _sample(reader: Any, facts: Facts, count: int) -> Floats:
 
 
 def _train(rows: Floats, count: int) -> Floats:
-    """Unit centroids by spherical k-means; a centroid without rows starts again from a random one."""
+    """Unit centroids by spherical k-means.
+
+    Random rows leave some groups of near rows without a centroid: theirs lie scattered over many lists, and a search
+    must read them all. So the smallest lists begin again at rows that are far from every centroid.
+    """
     draw = np.random.default_rng(0)
     if len(rows) <= count:
         mean = rows.sum(0, keepdims=True) if len(rows) else np.ones((1, rows.shape[1]), np.float32)
         return unit(mean) if np.abs(mean).max() > 0 else unit(np.ones_like(mean))
     centroids = rows[draw.choice(len(rows), count, replace=False)]
-    for _ in range(ROUNDS if count > 1 else 1):
-        nearest = torch.from_numpy(_assign(rows, centroids))
-        sums = torch.zeros(count, rows.shape[1]).index_add_(0, nearest, torch.from_numpy(rows)).numpy()
-        empty = np.flatnonzero(np.abs(sums).max(1) < 1e-6)
-        sums[empty] = rows[draw.choice(len(rows), len(empty))]
+    for left in reversed(range(ROUNDS if count > 1 else 1)):
+        nearest = _assign(rows, centroids)
+        sums = (
+            torch.zeros(count, rows.shape[1]).index_add_(0, torch.from_numpy(nearest), torch.from_numpy(rows)).numpy()
+        )
+        sizes = np.bincount(nearest, minlength=count)
+        moved = np.argsort(sizes, kind="stable")[: int(MOVED * count)] if left >= 2 else np.empty(0, np.int64)
+        moved = np.union1d(moved, np.flatnonzero(np.abs(sums).max(1) < 1e-6))
+        if len(moved):
+            near = np.einsum("nd,nd->n", rows, centroids[nearest])
+            sums[moved] = rows[_far_rows(near, len(moved), draw)]
         centroids = unit(sums)
     return centroids
+
+
+def _far_rows(near: Floats, count: int, draw: np.random.Generator) -> Ids:
+    """So many different rows, the farther from its centroid the likelier. near: cosines with the centroid."""
+    # The power prefers rows without a centroid of their own to the outer rows of those that have one.
+    weights = np.clip(1 - near.astype(np.float64), 1e-6, None) ** 4
+    return draw.choice(len(near), count, replace=False, p=weights / weights.sum())
 
 
 def _assign(rows: Floats, centroids: Floats) -> Ids:
