@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import reference
 import tiny_vit
 from nearkin import models
+from nearkin.models import external
 from nearkin.models.encoder import OwnEncoder
 
 
@@ -205,6 +206,26 @@ def test_timm(name, pooling):
     explained = check_sums(encoder, *pair(encoder, 1), within=9 if pooling == "own" else 1e-5)
     assert explained.maps[0].shape[1] == (14 if name.startswith("vit") else 7)
     assert explained.exact == (pooling == "avg")
+
+
+class Tokens(nn.Module):
+    """A map as tokens behind a class token, as a ViT of timm has it."""
+
+    num_prefix_tokens = 1
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, x):
+        tokens = self.backbone(x).flatten(2).transpose(1, 2)
+        return torch.cat([tokens.mean(1, keepdim=True), tokens], 1)
+
+
+def test_tokens_without_the_class_token_are_all_places():
+    encoder = small(size=64, grid=1)
+    encoder.backbone = external._Timm(Tokens(encoder.backbone), "avg")
+    assert check_sums(encoder, *pair(encoder)).maps[0].shape == (2, 4, 4)
 
 
 def test_a_module_of_ones_own():

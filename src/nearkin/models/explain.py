@@ -179,18 +179,24 @@ def _watched(module: nn.Module, kind: type[nn.Module]) -> Iterator[list[tuple[nn
 def _last_map(backbone: nn.Module, traced: _Traced, gradients: Any) -> Tensor:
     """Gradient × input of the last map on several places of which the embedding depends, (N, h, w)."""
     for x, gradient in zip(reversed(traced.maps), reversed(gradients), strict=True):
-        places = None if gradient is None else _laid_out(backbone, x.detach().double() * gradient.double())
+        places = (
+            None if gradient is None else _laid_out(backbone, x.detach().double() * gradient.double(), traced.inside)
+        )
         if places is not None and (not traced.inside or bool(((places != 0).flatten(1).sum(1) > 1).all())):
             return places
     raise ValueError(NO_PLACES)
 
 
-def _laid_out(backbone: nn.Module, x: Tensor) -> Tensor | None:
-    """The sum over channels as (N, h, w); tokens that are no patches are left out. None: not square."""
+def _laid_out(backbone: nn.Module, x: Tensor, inside: bool) -> Tensor | None:
+    """The sum over channels as (N, h, w); tokens that are no patches are left out. None: not square.
+
+    inside: of the model, where these tokens are still there; the backbone's own output is without them.
+    """
     if x.dim() == 4:
-        return x.sum(3 if getattr(backbone, "channels_last", False) and x.shape[1] == x.shape[2] else 1)
+        channels_last = inside and getattr(backbone, "channels_last", False) and x.shape[1] == x.shape[2]
+        return x.sum(3 if channels_last else 1)
     tokens = x.shape[1]
-    patches = getattr(backbone, "patches", 0) or tokens - int(getattr(backbone, "prefix", 0))
+    patches = getattr(backbone, "patches", 0) or tokens - (int(getattr(backbone, "prefix", 0)) if inside else 0)
     side = isqrt(patches if patches <= tokens else tokens)
     if side * side != patches and tokens - side * side > _EXTRA_TOKENS:
         return None
