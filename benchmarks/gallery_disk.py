@@ -3,9 +3,9 @@
 Stages, each in a process of its own: `enrol` (continues where it stopped, up to --seconds), `truth` (the exact answers,
 in float64), `build`, `search` (opening, searches, memory), `faiss` (`gallery_disk_faiss.py`; with --hnsw HNSW-SQ).
 Rows are `families` (classes of 10 rows, 100 classes around each of many centres: cosines of about 0.7 within a class,
-0.35 within a family), `groups` (the classes without families) or `uniform` (no structure at all). Queries are rows with
-noise. Memory is that of the process, by /proc: what it allocated, and the pages of mapped files. The gallery is opened
-with none of its pages in the system's cache, and the first searches are timed so, too.
+0.35 within a family), `groups` (the classes without families) or `uniform` (no structure at all). Queries are new
+items of these classes. Memory is that of the process, by /proc: what it allocated, and the pages of mapped files. The
+gallery is opened with none of its pages in the system's cache, and the first searches are timed so, too.
 """
 
 import argparse
@@ -38,25 +38,36 @@ Floats = NDArray[np.float32]
 
 def chunk_of_rows(number: int, dim: int, kind: str, count: int = CHUNK) -> Floats:
     """A pure function of its number."""
+    scatter, centres = _drawn(number, dim, kind)
+    return _unit(scatter + centres[np.arange(CHUNK) // 10])[:count]
+
+
+def _drawn(number: int, dim: int, kind: str) -> tuple[Floats, Floats]:
+    """How far the rows of a chunk are from the centres of their classes, and these centres."""
     draw = np.random.default_rng([7, number])
-    rows = draw.standard_normal((CHUNK, dim), np.float32)
-    if kind != "uniform":
-        centres = draw.standard_normal((CHUNK // 10, dim), np.float32)
-        if kind == "families":
-            families = draw.standard_normal((CHUNK // 1000, dim), np.float32)
-            centres = (centres + families[np.arange(len(centres)) // 100]) * np.float32(0.5**0.5)
-        rows = 0.6 * rows + centres[np.arange(CHUNK) // 10]
-    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)[:count]
+    scatter = draw.standard_normal((CHUNK, dim), np.float32)
+    if kind == "uniform":
+        return scatter, np.zeros((CHUNK // 10, dim), np.float32)
+    centres = draw.standard_normal((CHUNK // 10, dim), np.float32)
+    if kind == "families":
+        families = draw.standard_normal((CHUNK // 1000, dim), np.float32)
+        centres = (centres + families[np.arange(len(centres)) // 100]) * np.float32(0.5**0.5)
+    return 0.6 * scatter, centres
+
+
+def _unit(rows: Any) -> Floats:
+    return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)
 
 
 def queries_of(rows: int, dim: int, kind: str, wanted: int) -> Floats:
-    """The first so many of 500, or more if more are wanted: every stage has the same ones."""
+    """New items of the rows' classes: the first so many of 500, or more if more are wanted. Every stage has the same
+    ones."""
     draw, count = np.random.default_rng(8), max(500, wanted)
     chosen = np.sort(draw.integers(0, rows, count))
-    parts = [chunk_of_rows(int(i), dim, kind)[chosen[chosen // CHUNK == i] % CHUNK] for i in np.unique(chosen // CHUNK)]
-    noisy = np.concatenate(parts) + 0.3 * draw.standard_normal((count, dim)) / dim**0.5
-    noisy = noisy[draw.permutation(count)][:wanted]
-    return np.asarray(noisy / np.linalg.norm(noisy, axis=1, keepdims=True), np.float32)
+    numbers = np.unique(chosen // CHUNK)
+    centres = [_drawn(int(i), dim, kind)[1][chosen[chosen // CHUNK == i] % CHUNK // 10] for i in numbers]
+    scatter = draw.standard_normal((count, dim), np.float32) * (1.0 if kind == "uniform" else 0.6)
+    return _unit(scatter + np.concatenate(centres))[draw.permutation(count)][:wanted]
 
 
 def truth_of(rows: int, dim: int, kind: str, queries: Floats) -> dict[str, NDArray[np.int64]]:
