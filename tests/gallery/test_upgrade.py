@@ -373,14 +373,16 @@ def test_a_commit_that_outlives_its_client_does_not_end_the_next_upgrade(runs, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["sqlite"])  # PostgreSQL: the study; here one upgrade of many ended by itself
+@pytest.mark.parametrize("store", STORES)
 def test_kills_lose_nothing(store, tmp_path, monkeypatch):
-    """Four of the kills of `studies/upgrade_kills.py`."""
+    """Some of the kills of `studies/upgrade_kills.py`, in a smaller gallery."""
     import upgrade_kills
 
+    for name, value in (("ORIGINALS", 140), ("UPLOADS", 20), ("PAIRS", 80), ("TICKS", 15), ("MOST_BATCHES", 3)):
+        monkeypatch.setattr(upgrade_kills, name, value)
     lines = []
     case = upgrade_kills.Case(place_of(store, tmp_path), tmp_path)
-    assert upgrade_kills.study(case, 4, 1, None, say=lambda line, **_: lines.append(line)) == 0, lines
+    assert upgrade_kills.study(case, 8, 1, None, say=lambda line, **_: lines.append(line)) == 0, lines
 
 
 def test_a_compatible_run_searches_at_once_and_upgrades_as_any_other(place, runs, tmp_path):
