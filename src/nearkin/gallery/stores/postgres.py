@@ -309,6 +309,7 @@ class PostgresStore:
     def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
         postgres_bulk.migrate(self, number, changed)
 
+    @_again
     def vacuum(self) -> tuple[int, int]:
         return postgres_bulk.vacuum(self)
 
