@@ -5,10 +5,11 @@
 A child process upgrades one gallery from one encoder to another and back, over and over, and acknowledges each upgrade
 when it has returned. Half of the time another one enrols pictures meanwhile and acknowledges them, also across the
 change of the encoder. Both are killed at a random moment, and on PostgreSQL every fifth time the server with all its
-processes too. Then the gallery is verified: every checksum; every acknowledged picture is there once, under its label;
-all vectors have the length of one encoder; a row that is not marked as bridged is what that encoder makes of its
-picture; after an acknowledged upgrade no row is bridged whose original is there. A child that ends by itself is a
-fault, with its words: every kill must hit a running upgrade. Any fault ends with exit code 1.
+processes too. Half of the time the upgrade is killed and begun again at once before that, while a server may still
+commit what the killed one has sent. Then the gallery is verified: every checksum; every acknowledged picture is there
+once, under its label; all vectors have the length of one encoder; a row that is not marked as bridged is what that
+encoder makes of its picture; after an acknowledged upgrade no row is bridged whose original is there. A child that ends
+by itself is a fault, with its words: every kill must hit a running upgrade. Any fault ends with exit code 1.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,12 +38,14 @@ from backup_kills import _child, _received
 
 from nearkin import gallery as room
 from nearkin import models
-from nearkin.gallery import Gallery, bridge, bridge_note, encoder_upgrade
+from nearkin.gallery import Gallery, bridge, bridge_note, encoder_upgrade, opening
 from nearkin.gallery.items import Encoding
 from nearkin.gallery.schema import row_encoder
+from nearkin.gallery.stores.postgres import PostgresStore
 from postgres_server import Server, binaries
 
 ORIGINALS, UPLOADS, BATCH = 420, 60, 5
+PAIRS = 240  # of originals at most: the others are renewed later
 MOST_BATCHES = 6  # of pictures between two kills: all are verified after each
 PHASES = ("starting", "embedding originals", "fitting the bridge", "mapping rows", "renewing rows")
 TICKS = 30  # steps of the child, after up to which it is killed
@@ -90,7 +94,7 @@ class Case:
         """In a child: until it is killed; each completed upgrade is acknowledged by the number of its encoder."""
         bridge.KINDS.clear()
         bridge.KINDS.update(KINDS)
-        encoder_upgrade.BATCH, encoder_upgrade.MOST, encoder_upgrade.FEWEST = 32, 240, 50  # most are renewed later
+        encoder_upgrade.BATCH, encoder_upgrade.MOST, encoder_upgrade.FEWEST = 32, PAIRS, 50
         while True:
             now = self.fingerprints.index(_fingerprint(self.place))
             unfinished = _unfinished(self.place)
@@ -101,7 +105,7 @@ class Case:
 
     def write(self, pipe: int) -> None:
         """In a child: enrols pictures until it is killed."""
-        with Gallery.open(self.place, room.run_of(self.place)) as gallery:
+        with _opened(self.place) as gallery:
             for number in range(self.acknowledged, self.acknowledged + MOST_BATCHES):
                 gallery.enrol(uploads(number), f"batch {number}")
                 os.write(pipe, struct.pack("q", number))
@@ -110,7 +114,7 @@ class Case:
 
     def faults(self) -> list[str]:
         wrong: list[str] = []
-        with Gallery.open(self.place, room.run_of(self.place)) as gallery:
+        with _opened(self.place) as gallery:
             report = gallery.check()
             if not report.whole:
                 wrong.append(f"not whole: {report}")
@@ -186,13 +190,34 @@ def _said(work: Any, words: Path) -> Any:
 
 
 def _end(child: int, words: Path) -> str:
-    """Kills a child of ours, not yet waited for; returns what it said where it had ended by itself."""
+    """Kills a child of ours, not yet waited for; returns what it said, in its file, where it had ended by itself."""
     ended, _ = os.waitpid(child, os.WNOHANG)
     if not ended:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         return ""
-    return f"ended by itself: {words.read_text() if words.exists() else 'no words'}"
+    said = words.read_text() if words.exists() else "no words"
+    words.unlink(missing_ok=True)
+    return f"the {words.stem} ended by itself: {said}"
+
+
+def _opened(place: str) -> Gallery:
+    """With its run, which is read before: read again where an upgrade was committed in between."""
+    run = room.run_of(place)
+    try:
+        return Gallery.open(place, run)
+    except ValueError:
+        if room.run_of(place) == run:
+            raise
+        return _opened(place)
+
+
+def _settle(place: str) -> None:
+    """A server goes on with what a killed process has sent; a writer waits for it."""
+    with closing(opening.store_at(place, 30)) as store:
+        if isinstance(store, PostgresStore):
+            with store.transaction():
+                pass
 
 
 def _fingerprint(place: str) -> str:
@@ -209,40 +234,46 @@ def study(case: Case, kills: int, seed: int, server: Server | None, say: Any = p
     """The number of faults in `kills` kills."""
     chance, wrong, upgrades, phases = random.Random(seed), 0, 0, Counter[str]()
     case.prepare()
-    words = case.folder / "words.txt"
+    words = {who: case.folder / f"{who}.txt" for who in ("upgrade", "writer")}
     for trial in range(1, kills + 1):
-        writer = _child(_said(case.write, words)) if chance.random() < 0.5 else None
-        worker = _child(_said(case.work, words))
-        seen = b""
-        for _ in range(chance.randint(0, TICKS)):  # by steps and not by time: as random on a busy machine
-            seen += os.read(worker[1], 8)
-        time.sleep(chance.uniform(0, 0.05))
-        hits_server = server is not None and trial % 5 == 0
-        if hits_server and server is not None:
-            server.kill()
-        messages = [_end(child, words) for child, _ in filter(None, (worker, writer))]
-        if hits_server and server is not None:
-            server.start()
-            messages = []  # without its server a child ends
-        numbers = [*(n for (n,) in struct.iter_unpack("q", seen)), *_received(worker[1], every=True)]
+        writer = _child(_said(case.write, words["writer"])) if chance.random() < 0.5 else None
+        messages: list[str] = []
+        for again in range(chance.randint(0, 1), 2):
+            worker = _child(_said(case.work, words["upgrade"]))
+            seen = b""
+            for _ in range(chance.randint(0, TICKS)):  # by steps and not by time: as random on a busy machine
+                seen += os.read(worker[1], 8)
+            time.sleep(chance.uniform(0, 0.05))
+            hits_server = server is not None and trial % 5 == 0 and again == 1
+            if hits_server and server is not None:
+                server.kill()
+            ended = [_end(worker[0], words["upgrade"])]
+            if writer is not None and again == 1:
+                ended.append(_end(writer[0], words["writer"]))
+            if hits_server and server is not None:
+                server.start()
+            else:  # without its server a child ends
+                messages += filter(None, ended)
+            numbers = [*(n for (n,) in struct.iter_unpack("q", seen)), *_received(worker[1], every=True)]
+            done = [number for number in numbers if number >= 0]
+            phases[PHASES[-1 - numbers[-1]] if numbers and numbers[-1] < 0 else PHASES[0]] += 1
+            upgrades += len(done)
+            case.last = done[-1] if done else case.last
+            if again == 1:
+                _settle(case.place)
+            if _fingerprint(case.place) != case.fingerprints[case.last]:
+                case.last = -1  # the next upgrade has begun
         batches = _received(writer[1]) if writer is not None else []
-        done = [number for number in numbers if number >= 0]
-        phases[PHASES[-1 - numbers[-1]] if numbers and numbers[-1] < 0 else PHASES[0]] += 1
-        upgrades += len(done)
-        case.last = done[-1] if done else case.last
         case.acknowledged = batches[-1] + 1 if batches else case.acknowledged
-        if _fingerprint(case.place) != case.fingerprints[case.last]:
-            case.last = -1  # the next upgrade has begun
-        messages = [line for line in messages if line] + case.faults()
-        words.unlink(missing_ok=True)
+        messages += case.faults()
         wrong += len(messages)
         for line in messages:
             say(f"upgrade, kill {trial}: {line}", flush=True)
         _tidy(case, server)
         if trial % 10 == 0:
             say(f"{trial} kills, {upgrades} upgrades acknowledged, {wrong} faults so far; {dict(phases)}", flush=True)
-    kind = "PostgreSQL" if server else "SQLite"
-    counts = f"{kills} kills, {upgrades} upgrades and {case.acknowledged} batches acknowledged, {wrong} faults"
+    kind = "PostgreSQL" if "://" in case.place else "SQLite"
+    counts = f"{phases.total()} kills, {upgrades} upgrades and {case.acknowledged} batches acknowledged, {wrong} faults"
     say(f"upgrade on {kind}: {counts}; last seen {dict(phases)}", flush=True)
     return wrong
 

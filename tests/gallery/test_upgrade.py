@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
+import signal
 import sys
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +19,9 @@ from nearkin import gallery as room
 from nearkin import models
 from nearkin.cli import app
 from nearkin.core.errors import EncoderChanged
-from nearkin.gallery import Gallery, bridge, bridge_note, encoder_upgrade
+from nearkin.gallery import Gallery, bridge, bridge_note, encoder_upgrade, opening
 from nearkin.gallery.schema import ENCODER, Renewed, pack
+from nearkin.gallery.stores.postgres_connection import Connections, parse_address
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies"))
 
@@ -303,15 +307,82 @@ def test_classes_of_several_items_are_held_out_whatever_the_others():
     assert not encoder_upgrade.split_classes(labels[2:], 0.4, 0)[2], "9 labels of several items are too few"
 
 
+@pytest.mark.parametrize("phase", ["embedding originals", "fitting the bridge"])
+def test_an_upgrade_that_another_one_overtakes_goes_on_with_its_rows(place, runs, phase, monkeypatch):
+    monkeypatch.setattr(encoder_upgrade, "BATCH", 16)
+    room.upgrade(place, runs[1])
+    overtaken = []
+
+    def progress(what, *_):
+        if what == phase and not overtaken:
+            overtaken.append(room.upgrade(place, runs[0], renew_rows=False))
+
+    result = room.upgrade(place, runs[0], progress=progress)
+    assert overtaken[0].kept and not result.kept and (result.rows, result.bridged) == (72, UPLOADS)
+    with Gallery.open(place, runs[0]) as gallery:
+        assert gallery.dim == 8 and gallery.check().whole and gallery.search(picture(7), 1)[0].id == 8
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["sqlite"])  # PostgreSQL: the study; here one upgrade of many ended by itself
+def test_a_commit_that_outlives_its_client_does_not_end_the_next_upgrade(runs, few, tmp_path, monkeypatch):
+    """The server goes on with what a killed process has sent, and may be slow; the command is begun again meanwhile."""
+    place = place_of("postgres", tmp_path)
+    import psycopg
+    from backup_kills import _child
+
+    photos = [tmp_path / f"{i}.png" for i in range(COUNT)]
+    for i, path in enumerate(photos):
+        path.write_bytes(picture(i))
+    with Gallery.open(place, runs[1]) as gallery:
+        gallery.enrol([*map(str, photos), picture(1000)], "a")
+    monkeypatch.setattr(encoder_upgrade, "BATCH", 16)
+    held = 42  # an advisory lock that stands for a slow disk
+    with psycopg.connect(parse_address(place).url, autocommit=True) as disk:
+        disk.execute("SELECT pg_advisory_lock(%s)", (held,))
+
+        @contextmanager
+        def killed_in_commit(self, key):
+            connection = self._connection(True)
+            connection.execute("BEGIN")
+            with connection.cursor(binary=True) as cursor:
+                cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (key,))
+                yield cursor
+            connection.pgconn.send_query(f"SELECT pg_advisory_lock({held}); COMMIT".encode())
+            connection.pgconn.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def work(_):
+            Connections.writing = killed_in_commit
+            room.upgrade(place, runs[0])
+
+        child, pipe = _child(work)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        os.close(pipe)
+        committed = []
+
+        def progress(what, *_):
+            if what == "embedding originals" and not committed:
+                assert disk.execute("SELECT pg_advisory_unlock(%s)", (held,)).fetchone() == (True,)
+                with closing(opening.store_at(place, 30)) as store, store.transaction() as (_, facts):
+                    committed.append(facts.dim)  # a writer waits for the one before
+
+        result = room.upgrade(place, runs[0], progress=progress)
+    assert committed == [8] and not result.kept and (result.rows, result.bridged) == (COUNT + 1, 1)
+    with Gallery.open(place, runs[0]) as gallery:
+        assert gallery.check().whole and gallery.search(picture(7), 1)[0].id == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", STORES)
 def test_kills_lose_nothing(store, tmp_path, monkeypatch):
-    """Four of the kills of `studies/upgrade_kills.py`."""
+    """Some of the kills of `studies/upgrade_kills.py`, in a smaller gallery."""
     import upgrade_kills
 
+    for name, value in (("ORIGINALS", 140), ("UPLOADS", 20), ("PAIRS", 80), ("TICKS", 15), ("MOST_BATCHES", 3)):
+        monkeypatch.setattr(upgrade_kills, name, value)
     lines = []
     case = upgrade_kills.Case(place_of(store, tmp_path), tmp_path)
-    assert upgrade_kills.study(case, 4, 1, None, say=lambda line, **_: lines.append(line)) == 0, lines
+    assert upgrade_kills.study(case, 8, 1, None, say=lambda line, **_: lines.append(line)) == 0, lines
 
 
 def test_a_compatible_run_searches_at_once_and_upgrades_as_any_other(place, runs, tmp_path):

@@ -13,7 +13,7 @@ __all__ += [
     "Terminated",
     "UnfittingWeights",
 ]
-__all__ += ["UnreadablePicture", "UnsupportedMedia"]
+__all__ += ["TablesExchanged", "UnreadablePicture", "UnsupportedMedia"]
 
 
 class Diverged(ValueError):
@@ -109,6 +109,13 @@ class EncoderChanged(StoreUnavailable):
 
 class StoreUnreachable(StoreUnavailable, ValueError):
     """The database is down, does not answer, or refuses the statement."""
+
+
+class TablesExchanged(StoreUnavailable):
+    """Other tables took the place of those that were read: the gallery was upgraded, restored or copied over."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where}: was replaced while it was read; try again")
 
 
 class EnrolmentStopped(Exception):

@@ -5,13 +5,14 @@
 3. One transaction takes all rows into the new space: those of the pairs with their new embedding, the others mapped.
 4. Mapped rows whose originals are there are embedded again, a batch per transaction, at any pace.
 
-A kill before 3 leaves the gallery as it was; after it, the same command goes on with 4.
+A kill before 3 leaves the gallery as it was; after it, the same command goes on with 4. So it does where 3 is committed
+while the command runs: by another process, or by the server for one that was killed.
 """
 
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 
 from nearkin import data, training
 from nearkin.core import checks, toml
+from nearkin.core.errors import EncoderChanged
 from nearkin.data import groups
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
 from nearkin.gallery import bridge, bridge_note, bridge_scale, opening
@@ -38,7 +40,7 @@ from nearkin.gallery.schema import (
     row_encoder,
     unpack,
 )
-from nearkin.gallery.stores import Rewrite, Store
+from nearkin.gallery.stores import Rewrite, Store, check_encoder
 from nearkin.models.frozen import is_encoder_name
 
 __all__ = ["FEWEST", "Pairs", "Upgraded", "renew", "split_classes", "upgrade"]
@@ -96,18 +98,18 @@ def upgrade(
     checks.positive("timeout", timeout)
     report = progress or (lambda *_: None)
     with closing(opening.store_at(place, timeout)) as store:
-        facts = opening.existing_facts(store)
-        encoding = Encoding(run, device)
-        if (
-            facts.dim in encoding.info.lengths
-            and facts.fingerprint == Encoding(run, device, dim=facts.dim).info.fingerprint
-        ):
-            encoding.shorten(facts.dim)
-        if facts.fingerprint is None:
-            raise ValueError(f"{store.where}: has vectors of an unknown encoder, which cannot be upgraded")
         kept, pairs, renewed = "", 0, 0
-        if facts.fingerprint != encoding.info.fingerprint:
-            kept, pairs, renewed = _switch(store, facts, encoding, with_source, device, seed, report)
+        while True:
+            facts = opening.existing_facts(store)
+            encoding = _encoding_for(run, device, facts)
+            if facts.fingerprint is None:
+                raise ValueError(f"{store.where}: has vectors of an unknown encoder, which cannot be upgraded")
+            if facts.fingerprint == encoding.info.fingerprint:
+                break
+            # Another upgrade may be committed meanwhile: that of a process which was killed while the server committed.
+            with suppress(EncoderChanged):
+                kept, pairs, renewed = _switch(store, facts, encoding, with_source, device, seed, report)
+                break
         if renew_rows:
             renewed += renew(store, encoding, report)
         facts = opening.existing_facts(store)
@@ -115,6 +117,15 @@ def upgrade(
         bridged = 0 if bridges is None else sum(store.encoders().values())
         summary, why = ({}, "") if bridges is None else (bridges.summary, bridges.why)
         return Upgraded(pairs, summary, kept, renewed, facts.rows, bridged, why)
+
+
+def _encoding_for(run: str | Path, device: str, facts: Facts) -> Encoding:
+    """In the length of the gallery's vectors, where it is their encoder already."""
+    encoding = Encoding(run, device)
+    known = facts.dim in encoding.info.lengths
+    if known and facts.fingerprint == Encoding(run, device, dim=facts.dim).info.fingerprint:
+        encoding.shorten(facts.dim)
+    return encoding
 
 
 # --- the bridge
@@ -132,6 +143,7 @@ def _switch(
     """Where the gallery before is, the number of pairs, and of rows that have their new embedding already."""
     assert facts.fingerprint is not None
     known, rows = _embed_rows(store, facts, encoding, report)
+    check_encoder(store.where, opening.existing_facts(store), facts.fingerprint)  # the rows are all of that encoder
     note, count, mapped = "", 0, None
     if len(known) < facts.rows:
         pairs = _pairs_of(rows, known, facts.dim)

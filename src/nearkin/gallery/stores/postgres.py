@@ -3,14 +3,16 @@
 The tables are in a separate schema, nearkin_NAME, so that a database may have several galleries. Each writing call is
 one transaction under an advisory lock: one writer at a time. Up to 10,000 rows every search is exact; beyond, once
 `warm` or `reindex` has built it, pgvector's HNSW proposes, unless the address says search=exact. The server proposes,
-float64 decides; every returned row is verified by its checksum.
+float64 decides; every returned row is verified by its checksum. Where other tables take the place of the gallery's (an
+upgrade, a restore, a copy over it), a reading call that they came into begins again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from nearkin.core.errors import EncoderChanged
+from nearkin.core.errors import EncoderChanged, TablesExchanged
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Renewed, Row
 from nearkin.gallery.stores import (
@@ -37,6 +39,26 @@ __all__ = ["PostgresStore"]
 BATCH = 4096  # rows read at a time
 MAX_DIM = 16_000  # of pgvector's type
 OLDEST = (0, 8)  # of pgvector: it continues a search where a filter lets few rows pass
+ATTEMPTS = 5  # of a reading call: an exchange takes much longer than a call
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _again(
+    read: "Callable[Concatenate[PostgresStore, P], T]",
+) -> "Callable[Concatenate[PostgresStore, P], T]":
+    """A reading call that begins again where other tables took the place of the gallery's."""
+
+    @wraps(read)
+    def reading(store: "PostgresStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return read(store, *args, **kwargs)
+            except TablesExchanged:  # noqa: PERF203
+                store.forget()
+        return read(store, *args, **kwargs)
+
+    return reading
 
 
 class PostgresStore:
@@ -46,18 +68,23 @@ class PostgresStore:
 
     def __init__(self, url: str, timeout: float) -> None:
         self.connections = Connections(url, timeout)
-        self.where, self.schema = self.connections.where, f"nearkin_{self.connections.name}"
+        self.where, self.schema = self.connections.where, self.connections.schema
         self.table = f"{self.schema}.items"
-        self.damaged: dict[int, str] = {}
         self.fingerprint: str | None = None
+        self._facts_read: tuple[Any, Facts | None] = None, None  # as stored, and parsed
+        self.forget()
+
+    def forget(self) -> None:
+        """What is known of the rows, where there are others now."""
+        self.damaged: dict[int, str] = {}
         self.lost = 0
         self.search = Search(self.schema, self.connections.exact)
         self._read = postgres_check.Verified()
-        self._facts_read: tuple[Any, Facts | None] = None, None  # as stored, and parsed
         self._label_sizes: tuple[str, dict[int, int]] = "", {}  # by state
 
     # --- opening
 
+    @_again
     def facts(self) -> Facts | None:
         with self.connections.reading() as cursor:
             return self.read_facts(cursor)
@@ -93,6 +120,7 @@ class PostgresStore:
 
     # --- writing
 
+    @_again
     def look_up(self, contents: Sequence[bytes]) -> KnownRows:
         with self.connections.reading() as cursor:
             return self._look_up(cursor, contents)
@@ -133,6 +161,7 @@ class PostgresStore:
                 self.write_facts(cursor, facts.replace(changes=facts.changes + len(rows)))
         return len(rows)
 
+    @_again
     def note(self, key: str) -> str:
         with self.connections.reading() as cursor:
             return self._read_note(cursor, key)
@@ -175,16 +204,19 @@ class PostgresStore:
     def renew(self, rows: Sequence[Renewed], encoder: str) -> int:
         return postgres_rewrite.renew(self, rows, encoder)
 
+    @_again
     def bridged(self, after: int, limit: int) -> list[Row]:
         with self.connections.reading() as cursor:
             return postgres_rewrite.bridged(self, cursor, after, limit)
 
+    @_again
     def encoders(self) -> dict[str, int]:
         with self.connections.reading() as cursor:
             return postgres_rewrite.encoders(self, cursor)
 
     # --- reading
 
+    @_again
     def nearest(self, query: Floats, k: int, filter: Filter | None) -> list[tuple[Row, float]]:
         def excluded(damaged: dict[int, str]) -> list[int]:
             self.exclude(damaged)
@@ -196,12 +228,14 @@ class PostgresStore:
                 raise EncoderChanged(self.where)
             return self.search.nearest(cursor, facts, query, k, filter, excluded)
 
+    @_again
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
         with self.connections.reading() as cursor:
             rows, damaged = self.fetch(cursor, ids)
             self.exclude(damaged)
             return rows
 
+    @_again
     def thumbnail(self, id: int) -> bytes:
         with self.connections.reading() as cursor:
             row = cursor.execute(f"SELECT bytes, sum FROM {self.schema}.thumbnails WHERE id = %s", (id,)).fetchone()
@@ -209,12 +243,14 @@ class PostgresStore:
             return b""
         return bytes(row[0])
 
+    @_again
     def counts(self) -> dict[str, int]:
         with self.connections.reading() as cursor:
             self._check_new_rows(cursor)
             query = f"SELECT label, count(*) FROM {self.table} WHERE id <> ALL(%s) GROUP BY label ORDER BY min(id)"
             return dict(cursor.execute(query, (list(self.damaged),)).fetchall())
 
+    @_again
     def label_sizes(self) -> dict[int, int]:
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
@@ -225,6 +261,7 @@ class PostgresStore:
                 self._label_sizes = state, dict(cursor.execute(query, (list(self.damaged),)).fetchall())
             return self._label_sizes[1]
 
+    @_again
     def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
         with self.connections.reading() as cursor:
             query = f"SELECT label, count(*) FROM {self.table} WHERE label = ANY(%s) GROUP BY label"
@@ -233,13 +270,18 @@ class PostgresStore:
     def scan(self) -> Iterator[Row]:
         last, query = 0, f"SELECT {COLUMNS} FROM {self.table} WHERE id > %s ORDER BY id LIMIT {BATCH}"
         while True:
-            with self.connections.reading() as cursor:
-                rows, damaged = read_rows(cursor.execute(query, (last,)))
-                self.exclude(damaged)
+            rows, damaged = self._scanned(query, last)
             yield from rows
             if len(rows) + len(damaged) < BATCH:
                 return
             last = max([row.id for row in rows] + list(damaged))
+
+    @_again
+    def _scanned(self, query: str, after: int) -> tuple[list[Row], dict[int, str]]:
+        with self.connections.reading() as cursor:
+            rows, damaged = read_rows(cursor.execute(query, (after,)))
+            self.exclude(damaged)
+            return rows, damaged
 
     # --- damage
 
@@ -254,6 +296,7 @@ class PostgresStore:
         if new:
             warn_damaged(self.where, list(new))
 
+    @_again
     def check(self, progress: Callable[[int, int], None] | None = None) -> Report:
         return postgres_check.check(self)
 
@@ -266,14 +309,14 @@ class PostgresStore:
     def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
         postgres_bulk.migrate(self, number, changed)
 
+    @_again
     def vacuum(self) -> tuple[int, int]:
         return postgres_bulk.vacuum(self)
 
     @contextmanager
     def snapshot(self) -> Iterator[postgres_bulk.PostgresSnapshot]:
-        with self.connections.reading() as cursor:
-            facts = self.existing_facts(cursor)
-            yield postgres_bulk.PostgresSnapshot(cursor, self.schema, facts)
+        with self.connections.reading(checked=False) as cursor:
+            yield postgres_bulk.PostgresSnapshot(cursor, self)
 
     def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
         return postgres_bulk.load(self, facts, overwrite)
@@ -287,6 +330,7 @@ class PostgresStore:
             return "exact, as its address says" if self.search.exact else ""
         return postgres_index.state(facts)
 
+    @_again
     def warm(self, progress: Callable[[int, int], None] | None = None) -> None:
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
@@ -295,6 +339,7 @@ class PostgresStore:
         if not current:
             postgres_index.build(self, progress)
 
+    @_again
     def reindex(
         self, progress: Callable[[int, int], None] | None = None, filter_keys: Sequence[str] | None = None
     ) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nearkin.gallery.schema import Facts, StoredRow, note_checksum, thumbnail_checksum
+from nearkin.gallery.schema import Facts, StoredRow, note_checksum, read_facts, thumbnail_checksum
 from nearkin.gallery.stores import (
     IdArray,
     RowBatch,
@@ -26,6 +26,10 @@ __all__ = ["PostgresLoader", "PostgresSnapshot", "load", "migrate", "vacuum"]
 SUMS = 65_536  # ids and checksums read at a time
 ROWS, BATCH_BYTES = 4096, 1 << 24  # rows, and bytes of their vectors, read at a time
 TABLES = ("facts", "items", "thumbnails")
+FIELDS = (
+    "SELECT i.id, i.content, i.label, i.name, i.metadata, vector_send(i.vector), i.sum, t.bytes, t.sum"
+    " FROM {schema}.items AS i LEFT JOIN {schema}.thumbnails AS t ON t.id = i.id"
+)
 NOTES_COLUMNS = "key text PRIMARY KEY, content text NOT NULL, sum bytea NOT NULL"
 SIZE = (  # of tables and indexes, without the maps of free space that a vacuum makes
     "SELECT coalesce(sum(pg_relation_size(oid) + pg_indexes_size(oid) + CASE WHEN reltoastrelid = 0 THEN 0"
@@ -35,33 +39,49 @@ SIZE = (  # of tables and indexes, without the maps of free space that a vacuum 
 
 
 class PostgresSnapshot:
-    """The methods of `stores.Snapshot` are documented there. The cursor is within a transaction."""
+    """The methods of `stores.Snapshot` are documented there. The cursor is within a transaction.
 
-    def __init__(self, cursor: Any, schema: str, facts: Facts) -> None:
-        self._cursor, self.facts = cursor, facts
-        query = f"SELECT key, content, sum FROM {schema}.notes ORDER BY key"
-        self.notes = sound_notes(cursor.execute(query).fetchall()) if _has_notes(cursor, schema) else {}
-        self._table = f"{schema}.items"
-        self._fields = (
-            "SELECT i.id, i.content, i.label, i.name, i.metadata, vector_send(i.vector), i.sum, t.bytes, t.sum"
-            f" FROM {schema}.items AS i LEFT JOIN {schema}.thumbnails AS t ON t.id = i.id"
-        )
-        self._batch = max(1, min(ROWS, BATCH_BYTES // (4 * facts.dim)))
+    It may take hours, and others may take the place of its tables meanwhile: it follows them to their new name.
+    """
+
+    def __init__(self, cursor: Any, store: "PostgresStore") -> None:
+        self._cursor = cursor
+        # Of the transaction's beginning, as the rows: `to_regnamespace` would be of now.
+        query = "SELECT oid FROM pg_namespace WHERE nspname = %s"
+        self._tables = cursor.execute(query, (store.schema,)).fetchone()
+        if self._tables is None:
+            raise ValueError(f"{store.where}: no such gallery")
+        self.facts = read_facts(store.where, self._read("SELECT said, sum FROM {schema}.facts ORDER BY copy"))
+        query = "SELECT key, content, sum FROM {schema}.notes ORDER BY key"
+        self.notes = sound_notes(self._read(query)) if _has_notes(cursor, self._name()) else {}
+        self._batch = max(1, min(ROWS, BATCH_BYTES // (4 * self.facts.dim)))
+
+    def _name(self) -> str:
+        """Of the schema, now."""
+        return str(self._cursor.execute("SELECT %s::oid::regnamespace::text", self._tables).fetchone()[0])
+
+    def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Under the name that the tables had before and after: in between it would be that of others."""
+        while True:
+            name = self._name()
+            rows: list[Any] = self._cursor.execute(query.format(schema=name), values).fetchall()
+            if self._name() == name:
+                return rows
 
     def sums(self) -> Iterator[tuple[IdArray, SumArray]]:
-        query, last = f"SELECT id, sum FROM {self._table} WHERE id > %s ORDER BY id LIMIT {SUMS}", 0
-        while part := self._cursor.execute(query, (last,)).fetchall():
+        query, last = f"SELECT id, sum FROM {{schema}}.items WHERE id > %s ORDER BY id LIMIT {SUMS}", 0
+        while part := self._read(query, (last,)):
             yield np.array([id for id, _ in part], np.int64), sum_array([total for _, total in part])
             last = part[-1][0]
 
     def rows(self) -> Iterator[RowBatch]:
-        query, last = f"{self._fields} WHERE i.id > %s ORDER BY i.id LIMIT {self._batch}", 0
-        while part := self._cursor.execute(query, (last,)).fetchall():
+        query, last = f"{FIELDS} WHERE i.id > %s ORDER BY i.id LIMIT {self._batch}", 0
+        while part := self._read(query, (last,)):
             last = part[-1][0]
             yield stored_rows(map(_as_bytes, part))
 
     def fetch(self, ids: Sequence[int]) -> RowBatch:
-        rows = self._cursor.execute(f"{self._fields} WHERE i.id = ANY(%s) ORDER BY i.id", (list(ids),)).fetchall()
+        rows = self._read(f"{FIELDS} WHERE i.id = ANY(%s) ORDER BY i.id", (list(ids),))
         return stored_rows(map(_as_bytes, rows))
 
 

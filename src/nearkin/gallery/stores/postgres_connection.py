@@ -4,11 +4,11 @@ import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from nearkin.core.errors import StoreUnreachable
+from nearkin.core.errors import StoreUnreachable, TablesExchanged
 from nearkin.gallery.stores.postgres_watchdog import Watchdog
 
 __all__ = ["Address", "Connections", "bigint_bytes", "parse_address", "shown", "vector_bytes"]
@@ -17,6 +17,10 @@ SCHEMES = ("postgresql://", "postgres://")
 OWN_OPTIONS = ("gallery", "search")  # of an address, which the server does not get
 SEARCHES = ("index", "exact")
 ON_DEMAND = 10**9  # statements are prepared where the call asks for it
+# A transaction that reads sees the rows of its beginning, but PostgreSQL looks up names as they are now: after an
+# exchange a name is that of new tables, of which it sees no row. The first is the schema of the beginning, the second
+# that of now.
+TABLES = "SELECT (SELECT oid FROM pg_namespace WHERE nspname = %s), to_regnamespace(%s)::oid"
 HOST = r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?"  # and its port, a number: anything else may be part of a password
 
 
@@ -93,6 +97,8 @@ class Connections:
         self.psycopg = _psycopg()
         self._address: Address = parse_address(url)
         self.name, self.where, self.timeout = self._address.name, self._address.shown, timeout
+        self.schema = f"nearkin_{self.name}"
+        self._tables: int | None = None  # number of the schema when it was last looked up
         self.exact = self._address.exact
         self._read_lock, self._write_lock = threading.RLock(), threading.RLock()
         self._reader: Any = None
@@ -138,20 +144,47 @@ class Connections:
         )
 
     @contextmanager
-    def reading(self) -> Iterator[Any]:
-        """A cursor that sees one state of the gallery."""
+    def reading(self, checked: bool = True) -> Iterator[Any]:
+        """A cursor that sees one state of the gallery.
+
+        checked: a `TablesExchanged` at the end where others took the place of its tables meanwhile, whatever was read.
+        """
         with self._read_lock, self.errors():
             connection = self._connection(False)
             if connection.info.transaction_status:  # within another call of ours
                 with connection.cursor(binary=True) as cursor:
                     yield cursor
                 return
-            with (
-                self._watchdog.watching(connection),
-                connection.transaction(),
-                connection.cursor(binary=True) as cursor,
-            ):
-                yield cursor
+            errors = self.psycopg.errors
+            try:
+                with (
+                    self._watchdog.watching(connection),
+                    connection.transaction(),
+                    connection.cursor(binary=True) as cursor,
+                ):
+                    try:
+                        yield cursor
+                    except Exception:
+                        if checked and connection.info.transaction_status == self.psycopg.pq.TransactionStatus.INTRANS:
+                            self.check_exchanged(cursor)
+                        raise
+                    if checked:
+                        self.check_exchanged(cursor)
+            except (errors.UndefinedTable, errors.UndefinedFunction, errors.InvalidSchemaName):
+                if checked and self._exchanged_since(connection):
+                    raise TablesExchanged(self.where) from None
+                raise
+
+    def check_exchanged(self, cursor: Any) -> None:
+        """Raises `TablesExchanged` where the tables are not those of the transaction's beginning any more."""
+        began, self._tables = cursor.execute(TABLES, (self.schema, self.schema), prepare=True).fetchone()
+        if began != self._tables:
+            raise TablesExchanged(self.where)
+
+    def _exchanged_since(self, connection: Any) -> bool:
+        """The same after an error, which has ended the transaction: since the last look."""
+        known, (_, self._tables) = self._tables, connection.execute(TABLES, (self.schema, self.schema)).fetchone()
+        return known is not None and known != self._tables
 
     @contextmanager
     def writing(self, key: str) -> Iterator[Any]:
@@ -177,9 +210,11 @@ class Connections:
             with connection:
                 self._prepare(connection, 0)
                 lock = "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))"
-                yield connection if connection.execute(lock, (key,)).fetchone()[0] else None
-                # A server notices the end of a connection a little later.
-                connection.execute("SELECT pg_advisory_unlock_all()")
+                try:
+                    yield connection if connection.execute(lock, (key,)).fetchone()[0] else None
+                finally:
+                    with suppress(self.psycopg.Error):  # a server notices the end of a connection a little later
+                        connection.execute("SELECT pg_advisory_unlock_all()")
 
     def maintain(self, statements: Sequence[str]) -> None:
         """Statements that PostgreSQL runs outside of transactions only."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from nearkin.core.errors import TablesExchanged
 from nearkin.gallery.schema import Facts
 from nearkin.gallery.stores import hnsw, postgres_filters, postgres_recall
 from nearkin.gallery.stores.postgres_filters import Part
@@ -40,6 +41,7 @@ LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
         WHEN 'number' THEN trim_scale(value::numeric)::text ELSE value::text END, 0)), '{{}}')
     FROM jsonb_each(metadata::jsonb) WHERE jsonb_typeof(value) NOT IN ('object', 'array')
 $$"""
+TABLES = "SELECT to_regnamespace(%s)::oid"
 Progress = Callable[[int, int], None]
 
 
@@ -86,6 +88,7 @@ def build(
             return
         with store.connections.reading() as cursor:
             facts = store.existing_facts(cursor)
+        tables = connection.execute(TABLES, (store.schema,)).fetchone()
         keys = facts.beyond.get(KEYS, []) if keys is None else keys
         indexes = _dropped(connection, store.schema, lambda _, sound: not sound)
         bounds = _wanted(facts, (1,) if anew else _chain(indexes))
@@ -102,6 +105,8 @@ def build(
             connection.execute(f"ANALYZE {store.table}")
             measured = postgres_recall.measured(store, facts, bounds, parts)
         with store.transaction() as (cursor, now):
+            if cursor.execute(TABLES, (store.schema,)).fetchone() != tables:
+                raise TablesExchanged(store.where)  # the index is that of the tables before
             others = {key: value for key, value in now.beyond.items() if key not in ("hnsw", KEYS)}
             others |= {KEYS: list(keys)} if keys else {}
             store.write_facts(cursor, now.replace(beyond=others | ({"hnsw": measured} if measured else {})))

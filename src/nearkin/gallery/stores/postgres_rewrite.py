@@ -22,16 +22,14 @@ def rewrite(store: "PostgresStore", plan: Rewrite, progress: Callable[[int, int]
 
     Damaged rows stay behind, in the old tables.
     """
-    with store.connections.reading() as cursor:
-        before = store.read_facts(cursor)
-        if before is None:
-            raise ValueError(f"{store.where}: no such gallery")
+    before = store.facts()
+    if before is None:
+        raise ValueError(f"{store.where}: no such gallery")
     with postgres_bulk.load(store, before.replace(dim=plan.dim), overwrite=True) as loader:
         cursor = loader.cursor
-        facts = store.read_facts(cursor)  # under the lock of writers
-        assert facts is not None
+        snapshot = PostgresSnapshot(cursor, store)  # under the lock of writers
+        facts = snapshot.facts
         check_encoder(store.where, facts, plan.source)
-        snapshot = PostgresSnapshot(cursor, store.schema, facts)
         for batch in snapshot.rows():
             loader.add(_stored(batch.rows, plan))
             if progress is not None:
