@@ -181,7 +181,9 @@ def test_a_bound_that_lies_is_seen(tmp_path, few_exact, monkeypatch):
         assert all(ids_of(hits) == wanted for hits, wanted in zip(answers, truth, strict=True) if hits.proved)
         near_lists = list_search.Lists.near_lists
         monkeypatch.setattr(
-            list_search.Lists, "near_lists", lambda self, q: (near_lists(self, q)[0], near_lists(self, q)[1] - 2)
+            list_search.Lists,
+            "near_lists",
+            lambda self, q, n: (near_lists(self, q, n)[0], near_lists(self, q, n)[1] - 2),
         )
         wrong = [gallery.search(query, 10) for query in rows[:40]]
         assert any(hits.proved and ids_of(hits) != wanted for hits, wanted in zip(wrong, truth, strict=True))

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from test_gallery import STORES, place_of
 
+import tiny_vit
 from commands import output_of, run, separate_runner
 from nearkin import gallery as room
 from nearkin import models
@@ -383,6 +384,23 @@ def test_kills_lose_nothing(store, tmp_path, monkeypatch):
     lines = []
     case = upgrade_kills.Case(place_of(store, tmp_path), tmp_path)
     assert upgrade_kills.study(case, 8, 1, None, say=lambda line, **_: lines.append(line)) == 0, lines
+
+
+def test_a_gallery_of_a_frozen_encoder_is_calibrated_again(tmp_path):
+    """By its own labels, as it was before."""
+    encoders = [f"hf:{tiny_vit.save(tmp_path / str(size), hidden_size=size)}" for size in (16, 32)]
+    paths, labels = [tmp_path / f"{i}.png" for i in range(48)], [f"kind {i // 4}" for i in range(48)]
+    for i, path in enumerate(paths):
+        path.write_bytes(picture(i))
+    with Gallery.open(tmp_path / "g.db", encoders[0]) as gallery:
+        gallery.enrol([*map(str, paths)], labels)
+        gallery.calibrate()
+    result = room.upgrade(tmp_path / "g.db", encoders[1])
+    assert (result.renewed, result.bridged, result.why) == (48, 0, "")
+    with Gallery.open(tmp_path / "g.db", encoders[1]) as gallery:
+        assert gallery.calibration_is_current and gallery.identify(paths[3]).confidence is not None
+        gallery.relabel(range(1, 49), "one kind")
+    assert "not calibrated" in room.upgrade(tmp_path / "g.db", encoders[1]).why
 
 
 def test_a_compatible_run_searches_at_once_and_upgrades_as_any_other(place, runs, tmp_path):

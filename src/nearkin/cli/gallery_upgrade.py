@@ -83,6 +83,8 @@ def _print(gallery: str, result: Any) -> None:
     )
     if result.bridged and result.why:
         print_note(f"bridged rows have no calibration, so there is only a similarity: {result.why}")
+    elif result.why:
+        print_note(result.why)
 
 
 def _percent(value: float, interval: list[float] | None) -> str:

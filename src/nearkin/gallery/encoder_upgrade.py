@@ -26,6 +26,7 @@ from nearkin.data import groups
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
 from nearkin.gallery import bridge, bridge_note, bridge_scale, opening
 from nearkin.gallery.bridge_note import KEY, MARK, Bridges
+from nearkin.gallery.gallery import Gallery
 from nearkin.gallery.items import Encoding, encode_items, encoder_info, hash_items
 from nearkin.gallery.originals import Originals
 from nearkin.gallery.schema import (
@@ -66,7 +67,8 @@ class Upgraded(NamedTuple):
     """The result. pairs: that the bridge was fitted on and judged by; 0 where none was needed. summary: of the bridge.
 
     kept: where the gallery as it was before is, "" where it had this encoder already. rows: by what made them: renewed
-    ones and those of earlier encoders. without_original: rows that stay bridged.
+    ones and those of earlier encoders. bridged: rows that have no original. why: these have no calibration, or, where
+    none is bridged, a frozen encoder's gallery has none by its own labels.
     """
 
     pairs: int
@@ -116,7 +118,10 @@ def upgrade(
         bridges = bridge_note.load(store, facts)
         bridged = 0 if bridges is None else sum(store.encoders().values())
         summary, why = ({}, "") if bridges is None else (bridges.summary, bridges.why)
-        return Upgraded(pairs, summary, kept, renewed, facts.rows, bridged, why)
+    if not bridged and facts.run is not None and is_encoder_name(facts.run):
+        with Gallery.open(place, run, device=device, timeout=timeout) as gallery:
+            why = gallery.calibrate_if_changed()
+    return Upgraded(pairs, summary, kept, renewed, facts.rows, bridged, why)
 
 
 def _encoding_for(run: str | Path, device: str, facts: Facts) -> Encoding:

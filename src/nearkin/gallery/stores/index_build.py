@@ -30,8 +30,10 @@ __all__ = ["EXACT", "Progress", "build"]
 EXACT = 100_000  # rows up to which every search is exact
 LISTS = 1.3  # lists per square root of the rows, up to a million
 LONGEST, MOST_LISTS = 770, 32_768  # beyond: rows per list, so that it has no more groups of near rows than before
-TRAINED, ROUNDS = 40, 6  # rows per list that train the centroids, and rounds of k-means
-MOVED = 0.2  # the share of lists, the smallest, that begins again elsewhere after each round but the last two
+TRAINED = 40  # rows per list that train the centroids
+# The share of lists, the smallest, that begins again elsewhere after each round of k-means. Fewer and fewer: two small
+# lists that share a group may both be taken from it.
+MOVED = (0.2, 0.2, 0.1, 0.05, 0.0, 0.0)
 READ = 4096  # rows read at a time
 ASSIGNED = 256  # rows assigned at a time: their cosines with all centroids stay in the processor's cache
 WRITTEN = 32_768  # rows written at a time
@@ -105,13 +107,13 @@ def _train(rows: Floats, count: int) -> Floats:
         mean = rows.sum(0, keepdims=True) if len(rows) else np.ones((1, rows.shape[1]), np.float32)
         return unit(mean) if np.abs(mean).max() > 0 else unit(np.ones_like(mean))
     centroids = rows[draw.choice(len(rows), count, replace=False)]
-    for left in reversed(range(ROUNDS if count > 1 else 1)):
+    for share in MOVED if count > 1 else (0.0,):
         nearest = _assign(rows, centroids)
         sums = (
             torch.zeros(count, rows.shape[1]).index_add_(0, torch.from_numpy(nearest), torch.from_numpy(rows)).numpy()
         )
         sizes = np.bincount(nearest, minlength=count)
-        moved = np.argsort(sizes, kind="stable")[: int(MOVED * count)] if left >= 2 else np.empty(0, np.int64)
+        moved = np.argsort(sizes, kind="stable")[: int(share * count)]
         moved = np.union1d(moved, np.flatnonzero(np.abs(sums).max(1) < 1e-6))
         if len(moved):
             near = np.einsum("nd,nd->n", rows, centroids[nearest])
@@ -123,7 +125,7 @@ def _train(rows: Floats, count: int) -> Floats:
 def _far_rows(near: Floats, count: int, draw: np.random.Generator) -> Ids:
     """So many different rows, the farther from its centroid the likelier. near: cosines with the centroid."""
     # The power prefers rows without a centroid of their own to the outer rows of those that have one.
-    weights = np.clip(1 - near.astype(np.float64), 1e-6, None) ** 4
+    weights = np.clip(1 - near.astype(np.float64), 1e-6, None) ** 8
     return draw.choice(len(near), count, replace=False, p=weights / weights.sum())
 
 
@@ -290,7 +292,7 @@ def _measured(reader: Any, lists: Lists) -> dict[str, Any]:
     found = [_exact(reader, lists, query) for query in queries]
     half = len(queries) // 2
     chosen = [
-        int(np.flatnonzero(lists.near_lists(query)[0] == list_of)[0])
+        int(np.flatnonzero(lists.near_lists(query, len(lists.centroids))[0] == list_of)[0])
         for query, positions in zip(queries[:half], found[:half], strict=True)
         for list_of in np.searchsorted(lists.starts, positions, "right") - 1
     ]

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from nearkin.gallery.schema import Floats
 from nearkin.gallery.stores.matrix import Ids, has_int8_matmul, round_rows
 
-__all__ = ["EPSILON", "FORMS", "Coded", "Form", "Query", "encode", "parse_form"]
+__all__ = ["EPSILON", "FORMS", "Coded", "Form", "Part", "Query", "encode", "parse_form", "take"]
 
 FORMS = "float32, int8, binary or short:N, as short:32"
 Arrays: TypeAlias = dict[str, NDArray[Any]]
+Part: TypeAlias = slice | Ids | list[slice]  # rows of an index file; slices one after another
 EPSILON = float(np.finfo(np.float32).eps)
 
 
@@ -73,6 +74,10 @@ def _up(errors: NDArray[np.float64]) -> Floats:
     return up
 
 
+def take(array: NDArray[Any], at: Part) -> NDArray[Any]:
+    return np.concatenate([array[piece] for piece in at]) if isinstance(at, list) else array[at]
+
+
 class Query:
     """A query of length 1, prepared for one form."""
 
@@ -97,19 +102,18 @@ class Coded:
     def query(self, query: Floats) -> Query:
         return Query(query, self.kind, self.dim)
 
-    def scores(self, query: Query, at: slice | Ids) -> tuple[Floats, Floats]:
+    def scores(self, query: Query, at: Part) -> tuple[Floats, Floats]:
         """Scores of these rows, and by how much each can be off."""
-        scales, errors = self.scales[at], self.errors[at]
+        codes, scales, errors = take(self.codes, at), take(self.scales, at), take(self.errors, at)
         slack = 4 * self.dim * EPSILON
         if self.kind == "float32":
-            near = torch.mv(torch.from_numpy(self.codes[at]), torch.from_numpy(query.full)).numpy()
-            return near, errors + np.float32(slack)
+            return np.einsum("nd,d->n", codes, query.full), errors + np.float32(slack)
         if self.kind == "binary":
-            return self._binary_scores(query, self.codes[at], scales, errors, slack)
-        near = np.multiply(self._products(query, self.codes[at]), scales * np.float32(query.scale), dtype=np.float32)
+            return self._binary_scores(query, codes, scales, errors, slack)
+        near = np.multiply(self._products(query, codes), scales * np.float32(query.scale), dtype=np.float32)
         error = errors * np.float32(1 + query.error) + np.float32(query.error + slack + 1e-6)
         if self.kind == "short":
-            error = error + self.arrays["rest"][at] * np.float32(query.rest * (1 + 1e-6))
+            error = error + take(self.arrays["rest"], at) * np.float32(query.rest * (1 + 1e-6))
         return near, error
 
     def agree(self, rows: Floats, positions: Ids) -> NDArray[np.bool_]:
@@ -119,7 +123,7 @@ class Coded:
     def _products(self, query: Query, codes: NDArray[np.int8]) -> Floats:
         if self._int8:
             return np.asarray(torch._int_mm(torch.from_numpy(codes), query.column).view(-1).float().numpy())
-        return np.asarray(codes.astype(np.float32) @ query.codes.astype(np.float32))
+        return np.asarray(np.einsum("nd,d->n", codes.astype(np.float32), query.codes.astype(np.float32)))
 
     def _binary_scores(
         self, query: Query, codes: NDArray[np.uint8], scales: Floats, errors: Floats, slack: float
