@@ -206,3 +206,15 @@ def test_bash_completes_verbs_and_options():
         command = [sys.executable, "-c", "from nearkin.cli import main; main()"]
         answer = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True)
         assert expected in answer.stdout.split(), answer
+
+
+@pytest.mark.parametrize("wanted", [None, "ACTIVE"])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(wanted, monkeypatch):
+    """A thread that spins takes the core that another program needs; torch reads the variable when it is imported."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", wanted)
+    code = "import os, sys; from nearkin.cli import screen; screen.app = lambda **_: "
+    code += "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules); screen.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [wanted or "PASSIVE", "False"]

@@ -1,6 +1,7 @@
 """What the verbs share: the app, errors as one sentence, progress bars and tables."""
 
 import io
+import os
 import signal
 import sys
 import threading
@@ -70,6 +71,9 @@ def _common(
 
 def main() -> None:
     """The `nearkin` command."""
+    # Threads that spin while they wait make a training many times slower where another program uses a core. torch reads
+    # this when it is imported, which is later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × prints ?, and nothing fails
