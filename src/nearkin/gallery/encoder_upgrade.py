@@ -67,7 +67,7 @@ class Upgraded(NamedTuple):
     """The result. pairs: that the bridge was fitted on and judged by; 0 where none was needed. summary: of the bridge.
 
     kept: where the gallery as it was before is, "" where it had this encoder already. rows: by what made them: renewed
-    ones and those of earlier encoders. bridged: rows that have no original. why: these have no calibration, or, where
+    ones and those of earlier encoders. bridged: rows that are mapped still. why: these have no calibration, or, where
     none is bridged, a frozen encoder's gallery has none by its own labels.
     """
 

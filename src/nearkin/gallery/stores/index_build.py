@@ -109,9 +109,8 @@ def _train(rows: Floats, count: int) -> Floats:
     centroids = rows[draw.choice(len(rows), count, replace=False)]
     for share in MOVED if count > 1 else (0.0,):
         nearest = _assign(rows, centroids)
-        sums = (
-            torch.zeros(count, rows.shape[1]).index_add_(0, torch.from_numpy(nearest), torch.from_numpy(rows)).numpy()
-        )
+        sums = np.zeros((count, rows.shape[1]), np.float32)
+        torch.from_numpy(sums).index_add_(0, torch.from_numpy(nearest), torch.from_numpy(rows))
         sizes = np.bincount(nearest, minlength=count)
         moved = np.argsort(sizes, kind="stable")[: int(share * count)]
         moved = np.union1d(moved, np.flatnonzero(np.abs(sums).max(1) < 1e-6))
@@ -291,11 +290,10 @@ def _measured(reader: Any, lists: Lists) -> dict[str, Any]:
     queries = _queries(reader, lists)
     found = [_exact(reader, lists, query) for query in queries]
     half = len(queries) // 2
-    chosen = [
-        int(np.flatnonzero(lists.near_lists(query, len(lists.centroids))[0] == list_of)[0])
-        for query, positions in zip(queries[:half], found[:half], strict=True)
-        for list_of in np.searchsorted(lists.starts, positions, "right") - 1
-    ]
+    chosen: list[int] = []  # how many lists are nearer than the one of each neighbour
+    for query, positions in zip(queries[:half], found[:half], strict=True):
+        order, _ = lists.near_lists(query, len(lists.centroids))
+        chosen += np.argsort(order)[np.searchsorted(lists.starts, positions, "right") - 1].tolist()
     target = (1 + TARGET) / 2 if lists.coarse is not None else TARGET
     reached = 1 + int(np.sort(chosen)[max(0, int(np.ceil(target * len(chosen))) - 1)])
     probes = 2 * reached + 2  # the neighbours of one query are in the same lists: few queries promise too much

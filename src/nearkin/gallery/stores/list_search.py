@@ -225,6 +225,7 @@ def _merged(slices: Iterator[slice]) -> Iterator[slice]:
 def _blocks(pieces: Iterator[Part]) -> Iterator[Part]:
     """The same rows, so many at a time; a list of slices is scored before the next piece is asked for."""
     short: list[slice] = []
+    count = 0  # of their rows
     for piece in pieces:
         if isinstance(piece, list):
             yield piece
@@ -234,9 +235,10 @@ def _blocks(pieces: Iterator[Part]) -> Iterator[Part]:
             yield from (slice(i, min(i + BLOCK, piece.stop)) for i in range(piece.start, piece.stop, BLOCK))
         else:
             short.append(piece)
-            if sum(one.stop - one.start for one in short) >= GATHERED:
+            count += piece.stop - piece.start
+            if count >= GATHERED:
                 yield short
-                short = []
+                short, count = [], 0
     if short:
         yield short
 
