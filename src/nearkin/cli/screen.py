@@ -71,8 +71,8 @@ def _common(
 
 def main() -> None:
     """The `nearkin` command."""
-    # Threads that spin while they wait make a training many times slower where another program uses a core. torch reads
-    # this when it is imported, which is later.
+    # Threads that spin while they wait slow a training down where another program uses a core. torch reads this when it
+    # is imported, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
