@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nearkin.gallery import Gallery
-from nearkin.gallery.stores import wal_repair
+from nearkin.gallery.stores import sqlite_file, wal_repair
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,16 +23,16 @@ pytestmark = [
 ]
 
 FAULTS = int(os.environ.get("NEARKIN_FAULTS", "1"))
-FRAME = 24 + 4096
+LONG = 400  # dimensions whose rows get larger pages
 
 
 class Left:
     """What a killed process left: a file, its log and, if asked for, the shared memory file. states: one per call."""
 
-    def __init__(self, folder: Path, checkpointed: bool = False) -> None:
-        self.folder, rows = folder, np.random.default_rng(0).normal(size=(300, 12))
-        self.states = [{}]
-        with Gallery.open(folder / "origin", dim=12) as gallery:
+    def __init__(self, folder: Path, dim: int = 12, checkpointed: bool = False) -> None:
+        self.folder, rows = folder, np.random.default_rng(0).normal(size=(300, dim))
+        self.states, self.frame = [{}], 24 + sqlite_file.page_size(dim)
+        with Gallery.open(folder / "origin", dim=dim) as gallery:
             for n in range(12):
                 gallery.enrol(rows[20 * n : 20 * n + 20], f"label {n}", {"n": n})
                 self.states.append(dict(visible(gallery)))
@@ -46,7 +46,7 @@ class Left:
             for ending in ("", "-wal", "-shm"):
                 shutil.copy(folder / f"origin{ending}", folder / f"left{ending}")
         self.log, self.final = (folder / "left-wal").read_bytes(), self.states[-1]
-        self.frames = (len(self.log) - 32) // FRAME
+        self.frames = (len(self.log) - 32) // self.frame
 
     def opened(self, log: bytes, shared: bool):
         """Rows (or the error) and warnings of a gallery with this log."""
@@ -71,9 +71,9 @@ def visible(gallery):
     return [(hit.id, (hit.label, vector.tobytes())) for hit, vector in gallery.rows()]
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory):
-    return Left(tmp_path_factory.mktemp("left"))
+@pytest.fixture(scope="module", params=[12, LONG], ids=["pages of 4 KiB", "larger pages"])
+def left(request, tmp_path_factory):
+    return Left(tmp_path_factory.mktemp("left"), request.param)
 
 
 def test_the_checksum_is_that_of_sqlite(left):
@@ -86,7 +86,7 @@ def test_the_checksum_is_that_of_sqlite(left):
         b = (b + y + a) % 2**32
     assert (a, b) == struct.unpack(">2I", left.log[24:32]) == wal_repair._header_sum(left.log[:32])
     for n in range(3):
-        frame = left.log[32 + n * FRAME :][:FRAME]
+        frame = left.log[32 + n * left.frame :][: left.frame]
         covered = frame[:8] + frame[24:]
         words = np.frombuffer(covered, "<u4").astype(np.uint32)
         continued = wal_repair._continued((a, b), wal_repair._products(words[None])[0], len(words))
@@ -104,10 +104,11 @@ def test_a_sound_log_is_left_alone(left, shared):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["log alone", "with -shm"])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["not written back", "written back"])
-def test_no_flipped_bit_drops_a_transaction_without_a_word(tmp_path, checkpointed, shared):
-    left = Left(tmp_path, checkpointed)
+@pytest.mark.parametrize("dim", [12, LONG])
+def test_no_flipped_bit_drops_a_transaction_without_a_word(tmp_path, dim, checkpointed, shared):
+    left = Left(tmp_path, dim, checkpointed)
     draw, corrected = np.random.default_rng(7), 0
-    heads = [32 + FRAME * n + at for n in (0, 2, left.frames // 2, left.frames - 1) for at in range(0, 24, 3)]
+    heads = [32 + left.frame * n + at for n in (0, 2, left.frames // 2, left.frames - 1) for at in range(0, 24, 3)]
     places = [*range(0, 32, 3), *heads, *draw.integers(0, len(left.log), 40 * FAULTS).tolist()]
     for position in places:
         log = bytearray(left.log)
@@ -133,7 +134,7 @@ def test_larger_damage_is_said_and_the_transactions_after_it_are_kept(left, shar
     draw = np.random.default_rng(3)
     for n in range(12 * FAULTS):
         log, size = bytearray(left.log), int(draw.choice([2, 16, 512, 4096]))
-        start = 32 + int(draw.integers(0, (left.frames - 12) * FRAME))
+        start = 32 + int(draw.integers(0, (left.frames - 12) * left.frame))
         log[start : start + size] = bytes(size) if n % 2 else draw.bytes(size)
         if log == left.log:
             continue
@@ -148,17 +149,17 @@ def test_larger_damage_is_said_and_the_transactions_after_it_are_kept(left, shar
 def test_a_torn_end_is_no_damage(left):
     """A process that is killed while it writes leaves frames of a transaction that has not ended."""
     before, whole_frames = left.states[-2], left.frames
-    sizes = [struct.unpack(">I", left.log[32 + n * FRAME + 4 :][:4])[0] for n in range(whole_frames)]
+    sizes = [struct.unpack(">I", left.log[32 + n * left.frame + 4 :][:4])[0] for n in range(whole_frames)]
     last_ends = [n for n, size in enumerate(sizes) if size][-2:]
     for end in (last_ends[0] + 1, last_ends[1]):
         for extra in (0, 5, 24, 2000):
-            torn = left.log[: 32 + end * FRAME + extra]
+            torn = left.log[: 32 + end * left.frame + extra]
             rows, whole, said = left.opened(torn, False)
             assert rows == before and whole and not said, (end, extra)
 
 
 def test_a_log_that_is_cut_short_is_said_where_it_can_be_known(left):
-    cut = left.log[: 32 + (left.frames - 9) * FRAME]
+    cut = left.log[: 32 + (left.frames - 9) * left.frame]
     rows, _, said = left.opened(cut, True)
     assert "its write-ahead log is cut short, and 9 pages of committed transactions are lost" in said
     assert isinstance(rows, dict) and rows in left.states
@@ -172,7 +173,7 @@ def test_an_emptied_head_is_made_again(left):
 
 def test_a_kill_between_copy_and_correction_is_made_good(left, monkeypatch):
     log = bytearray(left.log)
-    log[32 + 3 * FRAME + 200] ^= 1
+    log[32 + 3 * left.frame + 200] ^= 1
 
     def killed(self):
         raise KeyboardInterrupt
@@ -204,7 +205,7 @@ def test_the_log_of_a_living_process_is_not_touched(left):
         assert ready.wait(120)
         log = left.folder / "g-wal"
         content = bytearray(left.log)
-        content[32 + 2 * FRAME + 100] ^= 1
+        content[32 + 2 * left.frame + 100] ^= 1
         log.write_bytes(content)
         assert wal_repair.repair_log(left.folder / "g") == "" and log.read_bytes() == content
     finally:

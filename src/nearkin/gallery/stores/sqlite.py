@@ -46,8 +46,8 @@ SCHEMA = (
 # Every new row changes a page of the index of contents, whose hashes lie in no order. With many rows beyond memory's,
 # these pages are cached, and written back from the log after several transactions, each of them once.
 MANY = 4096  # rows of a call
-WRITING_MANY = ("cache_size = -786432", "wal_autocheckpoint = 262144")
-WRITING_FEW = ("cache_size = -65536", "wal_autocheckpoint = 1000")
+CACHE_MANY, LOG_MANY = 768 << 20, 1 << 30  # bytes
+CACHE_FEW, LOG_FEW = 64 << 20, 4 << 20
 NOTES = "CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, content TEXT NOT NULL, sum BLOB NOT NULL)"
 
 
@@ -64,6 +64,7 @@ class SqliteStore:
         self._writer: Any = None
         self._file: sqlite_file.FileId | None = None  # which one was opened, and which gallery was in it
         self._gallery: str | None = None
+        self._new_dim: int | None = None  # of the rows of a file that is about to be made
         self.fingerprint: str | None = None
         self._closed = False
         self._stored: str | None = None  # the form of the index on the disk; None: the rows are in memory
@@ -110,6 +111,7 @@ class SqliteStore:
     def create(self, facts: Facts) -> None:
         if not self.path.parent.is_dir():
             raise ValueError(f"{self.where}: the folder {self.path.parent} does not exist")
+        self._new_dim = facts.dim
         with self._transaction() as writer:
             if self._read_facts(writer) is not None:
                 return  # another process was first
@@ -335,7 +337,7 @@ class SqliteStore:
             yield sqlite_bulk.SqliteSnapshot(reader, self.require_facts(reader))
 
     def load(self, facts: Facts, overwrite: bool) -> AbstractContextManager[Loader]:
-        return sqlite_bulk.load(self.path, overwrite, self.timeout)
+        return sqlite_bulk.load(self.path, facts.dim, overwrite, self.timeout)
 
     # --- SQLite
 
@@ -348,7 +350,7 @@ class SqliteStore:
         connection = self._writer if writing else self._reader
         if connection is None:
             repair.finish_replacement(self.path, self.timeout)
-            connection, file = sqlite_file.connect(self.path, self.timeout, writing)
+            connection, file = sqlite_file.connect(self.path, self.timeout, writing, self._new_dim)
             if self._file not in (None, file):
                 sqlite_file.close(connection, file)
                 raise self._replaced_error()
@@ -372,7 +374,7 @@ class SqliteStore:
 
     @contextmanager
     def transaction(self, many: bool = False) -> Iterator[tuple[Any, Facts]]:
-        """many: of rows, see `WRITING_MANY`."""
+        """many: of rows, see `MANY`."""
         with self._transaction(many) as writer:
             yield writer, self.require_facts(writer)
 
@@ -384,8 +386,9 @@ class SqliteStore:
             try:
                 if writer.in_transaction:  # the previous call was interrupted on its way out
                     writer.execute("ROLLBACK")
-                for pragma in WRITING_MANY if many else WRITING_FEW:
-                    writer.execute(f"PRAGMA {pragma}")
+                page = writer.execute("PRAGMA page_size").fetchone()[0]
+                writer.execute(f"PRAGMA cache_size = -{(CACHE_MANY if many else CACHE_FEW) >> 10}")
+                writer.execute(f"PRAGMA wal_autocheckpoint = {(LOG_MANY if many else LOG_FEW) // page}")
                 writer.execute("BEGIN IMMEDIATE")
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error):

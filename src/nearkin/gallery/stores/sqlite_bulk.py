@@ -71,13 +71,14 @@ def _ascending(ids: IdArray, last: int) -> int:
 class SqliteLoader:
     """The methods of `stores.Loader` are documented there."""
 
-    def __init__(self, part: Path, where: str) -> None:
+    def __init__(self, part: Path, dim: int, where: str) -> None:
         from nearkin.gallery.stores.sqlite import SCHEMA
 
         self.count, self.finished, self._where = 0, False, where
         with self._errors():
             self._connection: Any = sqlite3.connect(part, isolation_level=None)
-            for statement in (*(f"PRAGMA {pragma}" for pragma in LOADING), "BEGIN", *SCHEMA):
+            pragmas = (f"page_size = {sqlite_file.page_size(dim)}", *LOADING)
+            for statement in (*(f"PRAGMA {pragma}" for pragma in pragmas), "BEGIN", *SCHEMA):
                 self._connection.execute(statement)
 
     @contextmanager
@@ -125,7 +126,7 @@ class SqliteLoader:
 
 
 @contextmanager
-def load(path: Path, overwrite: bool, timeout: float) -> Iterator[SqliteLoader]:
+def load(path: Path, dim: int, overwrite: bool, timeout: float) -> Iterator[SqliteLoader]:
     """See `stores.Store.load`."""
     repair.finish_replacement(path, timeout)
     _check_place(path, overwrite, timeout)
@@ -133,7 +134,7 @@ def load(path: Path, overwrite: bool, timeout: float) -> Iterator[SqliteLoader]:
     part = path.with_name(f".{path.name}.load")
     try:
         repair.unlink(part)  # of a process that was killed
-        loader = SqliteLoader(part, str(path))
+        loader = SqliteLoader(part, dim, str(path))
         try:
             yield loader
         finally:

@@ -36,6 +36,7 @@ __all__ = [
     "increment_version",
     "look_up",
     "overwritten",
+    "page_size",
     "read_after",
     "read_batches",
     "salvage",
@@ -46,6 +47,7 @@ APPLICATION_ID = 0x6E6B6731  # tells a gallery from other SQLite databases
 PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "cell_size_check = ON", "cache_size = -65536")
 VERSION_OFFSET = 60  # of user_version in the header of the file
 LOG_HEAD, FRAME_HEAD = struct.Struct(">8I"), struct.Struct(">6I")
+ROWS_PER_PAGE, SMALLEST_PAGE, LARGEST_PAGE = 4, 4096, 65_536
 BATCH = 4096  # rows read at a time
 MAX_VALUES = 500  # ids or hashes per statement
 # Texts as bytes: they are checked before they are decoded, and SQLite returns them faster so.
@@ -95,15 +97,24 @@ def file_id(path: Path) -> FileId | None:
     return status.st_dev, status.st_ino
 
 
-def connect(path: Path, timeout: float, writing: bool) -> tuple[Any, FileId]:
-    """A connection, and the file it belongs to."""
+def page_size(dim: int) -> int:
+    """Bytes of a page in a new file: room for a few vectors.
+
+    Into a page of 4 KiB goes one row of 512 numbers, and half of the page stays empty.
+    """
+    wanted = ROWS_PER_PAGE * 4 * dim
+    return min(max(1 << (wanted - 1).bit_length(), SMALLEST_PAGE), LARGEST_PAGE)
+
+
+def connect(path: Path, timeout: float, writing: bool, dim: int | None = None) -> tuple[Any, FileId]:
+    """A connection, and the file it belongs to. dim: of the rows, for a file that this call makes."""
     before = file_id(path)
     if before is not None:
         _register(path, before)
     elif not writing:
         raise ValueError(f"{path}: no such gallery")
     try:
-        connection = _connect(path, timeout, writing)
+        connection = _connect(path, timeout, writing, dim)
     except BaseException:
         if before is not None:
             _unregister(before)
@@ -210,20 +221,24 @@ def _versions_in_log(log: Path) -> tuple[list[int], bool]:
     return versions, complete
 
 
-def _connect(path: Path, timeout: float, writing: bool) -> Any:
+def _connect(path: Path, timeout: float, writing: bool, dim: int | None) -> Any:
     try:
-        return _connect_to(path, str(path), timeout)
+        return _connect_to(path, str(path), timeout, dim)
     except sqlite3.OperationalError:
         if writing or _writable(path.parent):
             raise
         return _connect_read_only(path, timeout)
 
 
-def _connect_to(path: Path, address: str, timeout: float) -> Any:
+def _connect_to(path: Path, address: str, timeout: float, dim: int | None = None) -> Any:
     uri = address.startswith("file:")
     connection = sqlite3.connect(address, timeout=timeout, isolation_level=None, check_same_thread=False, uri=uri)
     connection.text_factory = _decode_text
     try:
+        if dim is not None:
+            connection.execute(
+                f"PRAGMA page_size = {page_size(dim)}"
+            )  # before the log: a file that has pages keeps them
         for pragma in PRAGMAS:
             connection.execute(f"PRAGMA {pragma}")
         application_id = connection.execute("PRAGMA application_id").fetchone()[0]
