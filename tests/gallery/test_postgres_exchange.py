@@ -38,6 +38,8 @@ READS = {
     "index": lambda store: store.warm(),
 }
 
+ONE_STATEMENT = ["look_up", "rows", "counts_of"]  # which sees one state by itself
+
 
 @pytest.fixture
 def place(tmp_path):
@@ -105,9 +107,10 @@ def at_the_beginning(monkeypatch, place, store):
     return done
 
 
-@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("name", [name for name in READS if name not in ONE_STATEMENT])
 def test_a_call_that_an_exchange_came_into_answers_as_before_it(name, place, store, monkeypatch):
-    expected = READS[name](store)
+    with closing(opening.store_at(place, 30)) as other:
+        expected = READS[name](other)
     done = at_the_beginning(monkeypatch, place, store)
     assert READS[name](store) == expected and done
     assert READS[name](store) == expected and store.lost == 0
@@ -120,6 +123,76 @@ def test_so_does_one_that_has_read_the_description_before(name, place, store, mo
     done = once(monkeypatch, PostgresStore, "existing_facts", place, lambda it: it is store, before=False)
     assert READS[name](store) == expected and done
     assert READS[name](store) == expected and store.lost == 0
+
+
+def counted(monkeypatch, name):
+    """Calls of a method of connections."""
+    original, calls = getattr(Connections, name), []
+    monkeypatch.setattr(Connections, name, lambda self, *args, **kwargs: calls.append(1) or original(self, *args))
+    return calls
+
+
+def test_a_search_in_a_known_state_takes_one_round_trip(store, monkeypatch):
+    expected = READS["nearest"](store)
+    transactions, together = counted(monkeypatch, "reading"), counted(monkeypatch, "read_together")
+    assert READS["nearest"](store) == expected and (len(transactions), len(together)) == (0, 1)
+    with store.connections.reading():  # within another call of this thread
+        assert READS["nearest"](store) == expected
+    assert READS["nearest"](store) == expected and len(transactions) == 2
+
+
+@pytest.mark.parametrize("name", ["nearest", "label_sizes", *ONE_STATEMENT])
+def test_a_call_without_a_transaction_finds_the_rows_of_now_after_an_exchange(name, place, store, monkeypatch):
+    expected = READS[name](store)
+    done = once(monkeypatch, Connections, "read_together", place, lambda it: it is store.connections)
+    assert READS[name](store) == expected and done
+    assert READS[name](store) == expected and store.lost == 0
+
+
+def changed_after(monkeypatch, store, count, change):
+    """After so many statements of the next search something changes; the rest see the new state."""
+    original = Connections.read_together
+
+    def one_by_one(self, statements):
+        selected = []
+        for number, statement in enumerate(statements):
+            if number == count and self is store.connections:
+                monkeypatch.setattr(Connections, "read_together", original)
+                change()
+            selected += original(self, [statement]) or [[]]
+        return selected
+
+    monkeypatch.setattr(Connections, "read_together", one_by_one)
+
+
+@pytest.mark.parametrize("count", [0, 1], ids=["before it", "between its rows and the description"])
+def test_a_change_in_the_middle_of_a_search_is_noticed(count, place, store, monkeypatch):
+    first = READS["nearest"](store)[0]
+    with closing(opening.store_at(place, 30)) as other:
+        changed_after(monkeypatch, store, count, lambda: other.relabel([first], "changed"))
+        assert store.nearest(QUERY, 3, None)[0][0].label == "changed"
+        changed_after(monkeypatch, store, count, lambda: other.remove([first]))
+        assert first not in READS["nearest"](store)
+    assert store.lost == 0
+
+
+def test_a_statement_that_the_server_refuses_leaves_the_connection_usable(store):
+    assert store.connections.read_together([("SELECT 1", ()), ("SELECT 1 / 0", ()), ("SELECT 2", ())]) is None
+    assert store.connections.read_together([("SELECT 1", ()), ("SELECT %s::int", (2,))]) == [[(1,)], [(2,)]]
+
+
+def test_an_interrupted_search_leaves_no_answer_to_the_next(store, monkeypatch):
+    expected = READS["nearest"](store)
+    connection = store.connections._reader
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        patch.setattr(type(connection), "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.connections.read_together([("SELECT 1", ())])
+    assert READS["nearest"](store) == expected
 
 
 def test_a_call_is_not_repeated_for_ever(place, store, monkeypatch):

@@ -67,23 +67,18 @@ def plan_of(gallery, filter=None):
     index = postgres_search.IndexFacts.of(facts)
     plans = []
 
-    class Explained:
-        """Takes the place of a cursor."""
-
-        def execute(self, text, parameters, prepare):
+    def explained(statements):
+        for text, values in statements:
             text = text if "set_config" in text else f"EXPLAIN {text}"
-            plans.append(cursor.execute(text, parameters).fetchall())
-            return self
-
-        def fetchall(self):
-            return []
+            plans.append(cursor.execute(text, values).fetchall())
+        return []
 
     query = np.ones(DIM, np.float32)
     with store.connections.reading() as cursor:
         if filter is None:
-            store.search.by_index(Explained(), DIM, index, query, 14, 40)
+            store.search.by_index(explained, DIM, index, query, 14, 40)
         else:
-            store.search.by_own_index(Explained(), DIM, index, query, 14, *filter)
+            store.search.by_own_index(explained, DIM, index, query, 14, *filter)
     return "\n".join(line for (line,) in plans[-1])
 
 

@@ -7,8 +7,8 @@ float64 decides; every returned row is verified by its checksum. Where other tab
 upgrade, a restore, a copy over it), a reading call that they came into begins again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -32,7 +32,7 @@ from nearkin.gallery.stores import (
     warn_damaged,
 )
 from nearkin.gallery.stores.postgres_connection import Connections, bigint_bytes, vector_bytes
-from nearkin.gallery.stores.postgres_search import COLUMNS, Search, read_rows
+from nearkin.gallery.stores.postgres_search import COLUMNS, Read, Search, Statement, by_cursor, read_rows
 
 __all__ = ["PostgresStore"]
 
@@ -61,6 +61,14 @@ def _again(
     return reading
 
 
+def _known_rows(selected: Iterable[Any]) -> KnownRows:
+    return {content: (i, label) for content, i, label in selected}
+
+
+class _FactsChanged(Exception):
+    """Since they were read last."""
+
+
 class PostgresStore:
     """The methods of `stores.Store` are documented there."""
 
@@ -70,6 +78,9 @@ class PostgresStore:
         self.connections = Connections(url, timeout)
         self.where, self.schema = self.connections.where, self.connections.schema
         self.table = f"{self.schema}.items"
+        self._facts_query = f"SELECT said, sum FROM {self.schema}.facts ORDER BY copy"
+        self._rows_query = f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)"
+        self._look_up_query = f"SELECT content, id, label FROM {self.table} WHERE content = ANY(%s)"
         self.fingerprint: str | None = None
         self._facts_read: tuple[Any, Facts | None] = None, None  # as stored, and parsed
         self.forget()
@@ -79,7 +90,7 @@ class PostgresStore:
         self.damaged: dict[int, str] = {}
         self.lost = 0
         self.search = Search(self.schema, self.connections.exact)
-        self._read = postgres_check.Verified()
+        self._verified = postgres_check.Verified()
         self._label_sizes: tuple[str, dict[int, int]] = "", {}  # by state
 
     # --- opening
@@ -122,15 +133,14 @@ class PostgresStore:
 
     @_again
     def look_up(self, contents: Sequence[bytes]) -> KnownRows:
-        with self.connections.reading() as cursor:
-            return self._look_up(cursor, contents)
+        return _known_rows(self._select(self._look_up_query, (list(contents),)))
 
     def add(
         self, rows: Sequence[NewRow], keep: bool, sources: Sequence[str] = (), encoder: str | None = None
     ) -> list[Added]:
         with self.transaction() as (cursor, facts):
             check_encoder(self.where, facts, encoder)
-            known = self._look_up(cursor, [row.content for row in rows])
+            known = _known_rows(cursor.execute(self._look_up_query, ([row.content for row in rows],)))
             plan = plan_insert(rows, known, facts.next_id, keep)
             items = [(bigint_bytes(i), *texts, vector_bytes(v), total) for i, *texts, v, total in plan.items]
             self.connections.copy(cursor, self.table, items)
@@ -222,26 +232,51 @@ class PostgresStore:
             self.exclude(damaged)
             return list(self.damaged)
 
+        copies, known = self._facts_read
+        if known is not None and self._verified.state == postgres_check.state_of(known) and len(query) == known.dim:
+            with suppress(_FactsChanged):
+                return self.search.nearest(self._reading_at(copies), known, query, k, filter, excluded)
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
             if len(query) != facts.dim:
                 raise EncoderChanged(self.where)
-            return self.search.nearest(cursor, facts, query, k, filter, excluded)
+            return self.search.nearest(by_cursor(cursor), facts, query, k, filter, excluded)
+
+    def _select(self, query: str, values: Sequence[Any]) -> list[Any]:
+        """One statement, which sees one state by itself."""
+        selected = self.connections.read_together([(query, values)])
+        if selected is not None:
+            return selected[0]
+        with self.connections.reading() as cursor:
+            return by_cursor(cursor)([(query, values)])
+
+    def _reading_at(self, copies: Any) -> Read:
+        """Reads with one round trip, and raises `_FactsChanged` where the facts are not these any more.
+
+        Every change of rows changes the facts, which are read last: if they are as they were before, so were the rows.
+        """
+
+        def read(statements: Sequence[Statement]) -> list[Any]:
+            selected = self.connections.read_together([*statements, (self._facts_query, ())])
+            if selected is None or selected[-1] != copies:
+                raise _FactsChanged
+            return selected[-2]
+
+        return read
 
     @_again
     def rows(self, ids: Sequence[int]) -> dict[int, Row]:
-        with self.connections.reading() as cursor:
-            rows, damaged = self.fetch(cursor, ids)
-            self.exclude(damaged)
-            return rows
+        rows, damaged = read_rows(self._select(self._rows_query, (list(ids),)))
+        self.exclude(damaged)
+        return {row.id: row for row in rows}
 
     @_again
     def thumbnail(self, id: int) -> bytes:
-        with self.connections.reading() as cursor:
-            row = cursor.execute(f"SELECT bytes, sum FROM {self.schema}.thumbnails WHERE id = %s", (id,)).fetchone()
-        if row is None or schema.thumbnail_checksum(id, row[0]) != row[1]:
-            return b""
-        return bytes(row[0])
+        query = f"SELECT bytes, sum FROM {self.schema}.thumbnails WHERE id = %s"
+        intact = [
+            content for content, total in self._select(query, (id,)) if schema.thumbnail_checksum(id, content) == total
+        ]
+        return bytes(intact[0]) if intact else b""
 
     @_again
     def counts(self) -> dict[str, int]:
@@ -252,20 +287,26 @@ class PostgresStore:
 
     @_again
     def label_sizes(self) -> dict[int, int]:
+        copies, known = self._facts_read
+        counted = known is not None and self._label_sizes[0] == self._label_state(known)
+        if counted and self._select(self._facts_query, ()) == copies:
+            return self._label_sizes[1]
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
-            state = f"{facts.next_id} {facts.changes} {len(self.damaged)}"
+            state = self._label_state(facts)
             if self._label_sizes[0] != state:
                 per_label = f"SELECT count(*) AS size FROM {self.table} WHERE id <> ALL(%s) GROUP BY label"
                 query = f"SELECT size, count(*) FROM ({per_label}) AS per_label GROUP BY size ORDER BY size"
                 self._label_sizes = state, dict(cursor.execute(query, (list(self.damaged),)).fetchall())
             return self._label_sizes[1]
 
+    def _label_state(self, facts: Facts) -> str:
+        return f"{facts.next_id} {facts.changes} {len(self.damaged)}"
+
     @_again
     def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
-        with self.connections.reading() as cursor:
-            query = f"SELECT label, count(*) FROM {self.table} WHERE label = ANY(%s) GROUP BY label"
-            return dict(cursor.execute(query, (list(labels),)).fetchall())
+        query = f"SELECT label, count(*) FROM {self.table} WHERE label = ANY(%s) GROUP BY label"
+        return dict(self._select(query, (list(labels),)))
 
     def scan(self) -> Iterator[Row]:
         last, query = 0, f"SELECT {COLUMNS} FROM {self.table} WHERE id > %s ORDER BY id LIMIT {BATCH}"
@@ -287,7 +328,7 @@ class PostgresStore:
 
     def _check_new_rows(self, cursor: Any) -> Facts:
         facts = self.existing_facts(cursor)
-        postgres_check.verify_new_rows(self, cursor, facts, self._read)
+        postgres_check.verify_new_rows(self, cursor, facts, self._verified)
         return facts
 
     def exclude(self, damaged: dict[int, str]) -> None:
@@ -303,7 +344,7 @@ class PostgresStore:
     def repair(self) -> tuple[int, Any]:
         """Moves damaged rows to another table, and counts the others again."""
         count, table = postgres_check.repair(self)
-        self.damaged, self.lost, self._read = {}, 0, postgres_check.Verified()
+        self.damaged, self.lost, self._verified = {}, 0, postgres_check.Verified()
         return count, table
 
     def migrate(self, number: int, changed: Callable[[Facts], tuple[list[str], Facts]]) -> None:
@@ -364,8 +405,7 @@ class PostgresStore:
         regclass = "SELECT to_regclass(%s)"
         if not exists and cursor.execute(regclass, (f"{self.schema}.facts",)).fetchone()[0] is None:
             return None
-        query = f"SELECT said, sum FROM {self.schema}.facts ORDER BY copy"
-        copies = cursor.execute(query, prepare=exists).fetchall()
+        copies = cursor.execute(self._facts_query, prepare=exists).fetchall()
         if self._facts_read[1] is None or copies != self._facts_read[0]:
             facts = schema.read_facts(self.where, copies)
             self._facts_read, self.fingerprint = (copies, facts), facts.fingerprint
@@ -377,11 +417,6 @@ class PostgresStore:
         for copy in (1, 2):
             cursor.execute(insert, (copy, *facts.serialized()))
 
-    def _look_up(self, cursor: Any, contents: Sequence[bytes]) -> KnownRows:
-        query = f"SELECT content, id, label FROM {self.table} WHERE content = ANY(%s)"
-        return {content: (i, label) for content, i, label in cursor.execute(query, (list(contents),)).fetchall()}
-
     def fetch(self, cursor: Any, ids: Sequence[int]) -> tuple[dict[int, Row], dict[int, str]]:
-        query = f"SELECT {COLUMNS} FROM {self.table} WHERE id = ANY(%s)"
-        rows, damaged = read_rows(cursor.execute(query, (list(ids),)))
+        rows, damaged = read_rows(cursor.execute(self._rows_query, (list(ids),)))
         return {row.id: row for row in rows}, damaged

@@ -10,7 +10,7 @@ from nearkin.gallery.stores.postgres_search import IndexFacts
 if TYPE_CHECKING:
     from nearkin.gallery.stores.postgres import PostgresStore
 
-__all__ = ["Verified", "check", "repair", "verify_new_rows"]
+__all__ = ["Verified", "check", "repair", "state_of", "verify_new_rows"]
 
 # The checksums of `schema.checksum` and `schema.thumbnail_checksum`, computed by the server.
 THUMBNAIL_CHECKSUM = "substring(sha256(int8send(id) || bytes) from 1 for 8)"
@@ -31,9 +31,13 @@ class Verified:
     state: tuple[int, int, int] = (-1, -1, -1)
 
 
+def state_of(facts: Facts) -> tuple[int, int, int]:
+    return facts.next_id, facts.rows, facts.changes
+
+
 def verify_new_rows(store: "PostgresStore", cursor: Any, facts: Facts, verified: Verified) -> None:
     """The server verifies the checksum of every row before it is first searched, and the number of rows."""
-    state = (facts.next_id, facts.rows, facts.changes)
+    state = state_of(facts)
     if state == verified.state:
         return
     query = f"SELECT id FROM {store.table} WHERE id >= %s AND sum <> {CHECKSUM}"

@@ -139,8 +139,8 @@ class Connections:
         """Where a server has synchronous_commit off, acknowledged rows can be lost. Other processes take a while to
         start, so only long searches get them."""
         connection.execute(
-            "SET synchronous_commit = on; SET jit = off; SET client_min_messages = warning;"
-            f" SET parallel_setup_cost = 20000; SET lock_timeout = {lock_timeout}"
+            "SET synchronous_commit = on; SET default_transaction_isolation = 'read committed'; SET jit = off;"
+            f" SET client_min_messages = warning; SET parallel_setup_cost = 20000; SET lock_timeout = {lock_timeout}"
         )
 
     @contextmanager
@@ -174,6 +174,27 @@ class Connections:
                 if checked and self._exchanged_since(connection):
                     raise TablesExchanged(self.where) from None
                 raise
+
+    def read_together(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> list[list[Any]] | None:
+        """What each of these statements selects, sent at once: one round trip where `reading` takes one per statement
+        and two for its transaction. They share the settings of a transaction, but each sees the state of its own
+        moment. None where `reading` must be used: within another call, or where the server refuses a statement."""
+        idle = self.psycopg.pq.TransactionStatus.IDLE
+        with self._read_lock, self.errors():
+            connection = self._connection(False)
+            if connection.info.transaction_status != idle or not self.psycopg.Pipeline.is_supported():
+                return None
+            try:
+                with self._watchdog.watching(connection), connection.pipeline():
+                    cursors = [connection.cursor(binary=True).execute(*one, prepare=True) for one in statements]
+                return [cursor.fetchall() for cursor in cursors]
+            except self.psycopg.Error as error:  # such as of other tables, in which vectors have another length
+                if connection.closed or isinstance(error, self.psycopg.errors.LockNotAvailable):
+                    raise
+                return None
+            finally:
+                if connection.info.transaction_status != idle:  # interrupted: answers may be on their way
+                    connection.close()
 
     def check_exchanged(self, cursor: Any) -> None:
         """Raises `TablesExchanged` where the tables are not those of the transaction's beginning any more."""

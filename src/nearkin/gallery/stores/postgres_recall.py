@@ -11,7 +11,7 @@ from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Floats
 from nearkin.gallery.stores import hnsw, postgres_filters
 from nearkin.gallery.stores.postgres_filters import Part
-from nearkin.gallery.stores.postgres_search import COLUMNS, DEEPEST, IndexFacts, best, read_rows
+from nearkin.gallery.stores.postgres_search import COLUMNS, DEEPEST, IndexFacts, best, by_cursor, read_rows
 from nearkin.gallery.stores.recall_queries import NEAR, like_new_items
 
 if TYPE_CHECKING:
@@ -65,14 +65,17 @@ def _measured_own(
         key, value = json.loads(slot)
         allowed = postgres_filters.filter_of(key, value)
         nearest = [
-            {row.id for row, _ in store.search.compare(cursor, query, 10, allowed, (), lambda _: (), terms=True)}
+            {
+                row.id
+                for row, _ in store.search.compare(by_cursor(cursor), query, 10, allowed, (), lambda _: (), terms=True)
+            }
             for query in queries
         ]
         for depth in DEPTHS:
             found = 0
             for query, ids in zip(queries, nearest, strict=True):
                 proposed = store.search.by_own_index(
-                    cursor, len(query), index._replace(own=own), query, 14, key, value, depth=depth
+                    by_cursor(cursor), len(query), index._replace(own=own), query, 14, key, value, depth=depth
                 )
                 rows = [] if proposed is None else proposed[0]
                 found += len({row.id for row, _ in best(rows, query, 10)[0]} & ids)
@@ -101,7 +104,7 @@ def _recall(
 ) -> float:
     found = 0
     for query, ids in zip(queries, exact, strict=True):
-        rows, _ = store.search.by_index(cursor, len(query), index, query, k + max(4, k // 4), depth)
+        rows, _ = store.search.by_index(by_cursor(cursor), len(query), index, query, k + max(4, k // 4), depth)
         found += len({row.id for row, _ in best(rows, query, k)[0]} & set(ids[:k]))
     return found / max(1, sum(len(ids[:k]) for ids in exact))
 
@@ -114,7 +117,7 @@ def _queries(cursor: Any, store: "PostgresStore", facts: Facts, index: IndexFact
     some = [rows[place].vector for place in draw.permutation(len(rows))[:QUERIES]]
 
     def nearest(row: Floats) -> Floats:
-        proposed, _ = store.search.by_index(cursor, facts.dim, index, row, NEAR + 4, PROBED)
+        proposed, _ = store.search.by_index(by_cursor(cursor), facts.dim, index, row, NEAR + 4, PROBED)
         return schema.unpack([one.vector for one, _ in best(proposed, row, NEAR)[0]], facts.dim)
 
     return like_new_items(schema.unpack(some, facts.dim), nearest, draw)

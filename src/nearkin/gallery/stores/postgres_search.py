@@ -7,7 +7,7 @@ by one. The text of a statement decides the way, not a setting, so the server ma
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,7 +19,20 @@ from nearkin.gallery.schema import Facts, Filter, Floats, Row
 from nearkin.gallery.stores import postgres_filters
 from nearkin.gallery.stores.matrix import similarities
 
-__all__ = ["COLUMNS", "DEEPEST", "FORMS", "IndexFacts", "Search", "best", "between", "query_text", "read_rows"]
+__all__ = [
+    "COLUMNS",
+    "DEEPEST",
+    "FORMS",
+    "IndexFacts",
+    "Read",
+    "Search",
+    "Statement",
+    "best",
+    "between",
+    "by_cursor",
+    "query_text",
+    "read_rows",
+]
 
 SPARE = 6  # rows that exact search proposes beyond k
 DEEPEST = 1000  # hnsw.ef_search; pgvector takes no more
@@ -27,7 +40,12 @@ STEP_COST = 20.0  # one more candidate of HNSW, in comparisons of a row that pas
 FILTERS, SAMPLE = 256, 1000  # filters whose share of rows is remembered; rows that estimate it
 FEW = 100_000  # passing rows up to which the index of metadata finds them
 SHORT = 20_000  # of these a list fits into the memory of PostgreSQL's defaults
-LIST_OF_ROWS = "SELECT set_config('work_mem', '32MB', true)"  # of those that pass, not of their pages
+LIST_OF_ROWS = ("SELECT set_config('work_mem', '32MB', true)", ())  # of those that pass, not of their pages
+# The depth of an index; and no plan may sort all rows instead.
+BY_INDEX = (
+    "SELECT set_config('hnsw.ef_search', %s, true), set_config('enable_sort', 'off', true),"
+    " set_config('hnsw.iterative_scan', 'relaxed_order', true)"
+)
 COLUMNS = "id, content, label, name, metadata, vector_send(vector), sum"
 # What HNSW orders by: halfvec, or the Hamming distance of the signs, whose nearest are compared again in SQL.
 FORMS = {
@@ -35,6 +53,8 @@ FORMS = {
     "bit": "binary_quantize(vector)::bit({dim}) <~> binary_quantize(%s::vector({dim}))::bit({dim})",
 }
 Neighbours = list[tuple[Row, float]]
+Statement = tuple[str, Sequence[Any]]  # and its values
+Read = Callable[[Sequence[Statement]], list[Any]]  # what the last of some statements of one transaction selects
 Parts = tuple[tuple[str, bool], ...]  # of a statement: its condition, and whether an index has it
 
 
@@ -85,7 +105,7 @@ class Search:
 
     def nearest(
         self,
-        cursor: Any,
+        read: Read,
         facts: Facts,
         query: Floats,
         k: int,
@@ -96,7 +116,7 @@ class Search:
         index, out = None if self.exact else IndexFacts.of(facts), excluded({})
         own = postgres_filters.single(filter) if filter is not None and index is not None and index.own else None
         if index is not None and own is not None and k + _spare(k) <= DEEPEST:
-            while (found := self.by_own_index(cursor, facts.dim, index, query, k + _spare(k), *own, out)) is not None:
+            while (found := self.by_own_index(read, facts.dim, index, query, k + _spare(k), *own, out)) is not None:
                 rows, damaged = found
                 if damaged:
                     out = excluded(damaged)
@@ -104,10 +124,10 @@ class Search:
                     break
                 else:
                     return best(rows, query, k)[0]
-        share = 1.0 if filter is None or not has_terms(facts) else self._share(cursor, facts, filter)
+        share = 1.0 if filter is None or not has_terms(facts) else self._share(read, facts, filter)
         depth = None if index is None else _depth(facts, index, k, share)
         while index is not None and depth is not None:
-            rows, damaged = self.by_index(cursor, facts.dim, index, query, k + _spare(k), depth, filter, out)
+            rows, damaged = self.by_index(read, facts.dim, index, query, k + _spare(k), depth, filter, out)
             if damaged:
                 out = excluded(damaged)
             elif len(rows) < k:
@@ -115,13 +135,13 @@ class Search:
             else:
                 return best(rows, query, k)[0]
         few = filter is not None and has_terms(facts) and share * facts.rows <= FEW
-        return self.compare(cursor, query, k, filter, out, excluded, few, share * facts.rows > SHORT)
+        return self.compare(read, query, k, filter, out, excluded, few, share * facts.rows > SHORT)
 
     # --- by index
 
     def by_index(
         self,
-        cursor: Any,
+        read: Read,
         dim: int,
         index: IndexFacts,
         query: Floats,
@@ -135,11 +155,11 @@ class Search:
         more = f" AND {where}" if where else ""
         parts = [(f"{between(*one)}{more}", True) for one in pairwise(index.bounds)]
         parts.append((f"id >= {index.bounds[-1]}{more}", False))
-        return self._proposed(cursor, dim, index.form, tuple(parts), values, query, count, depth)
+        return self._proposed(read, dim, index.form, tuple(parts), values, query, count, depth)
 
     def by_own_index(
         self,
-        cursor: Any,
+        read: Read,
         dim: int,
         index: IndexFacts,
         query: Floats,
@@ -158,11 +178,11 @@ class Search:
             depth = min(DEEPEST, math.ceil(own["depth"] * deeper))
         where, values = self.conditions(None, excluded)
         parts = _own_parts(self.schema, index.bounds, tuple(map(tuple, own["segments"])), key, value, where)
-        return self._proposed(cursor, dim, index.form, parts, values, query, count, depth)
+        return self._proposed(read, dim, index.form, parts, values, query, count, depth)
 
     def _proposed(
         self,
-        cursor: Any,
+        read: Read,
         dim: int,
         form: str,
         parts: Parts,
@@ -175,17 +195,10 @@ class Search:
         text = _statement(self.table, dim, form, parts, count, depth if form == "bit" else count)
         each = [query_text(query)]
         twice = [*each, *each] if form == "bit" else each
-        # No plan may sort all rows instead.
-        cursor.execute(
-            "SELECT set_config('hnsw.ef_search', %s, true), set_config('enable_sort', 'off', true),"
-            " set_config('hnsw.iterative_scan', 'relaxed_order', true)",
-            (str(depth),),
-            prepare=True,
-        )
         parameters = [one for _, by_index in parts for one in (*values, *(twice if by_index else each))]
-        return read_rows(cursor.execute(text, parameters, prepare=True))
+        return read_rows(read([(BY_INDEX, (str(depth),)), (text, parameters)]))
 
-    def _share(self, cursor: Any, facts: Facts, filter: Filter) -> float:
+    def _share(self, read: Read, facts: Facts, filter: Filter) -> float:
         """Of rows that pass a filter; remembered until a twentieth of all rows has changed, for it decides about speed.
 
         Estimated from some rows, and counted where few of them pass.
@@ -197,12 +210,11 @@ class Search:
         where, values = self.conditions(filter, ())
         ids = np.random.default_rng(0).integers(1, max(2, facts.next_id), SAMPLE).tolist()
         sample = f"SELECT count(*) FILTER (WHERE {where}), count(*) FROM {self.table} WHERE id = ANY(%s)"
-        passed, sampled = cursor.execute(sample, [*values, ids]).fetchone()
+        ((passed, sampled),) = read([(sample, [*values, ids])])
         share = float(passed / max(1, sampled))
         if share * facts.rows <= FEW:
             where, values = self.conditions(filter, (), terms=True)
-            cursor.execute(LIST_OF_ROWS)
-            count = cursor.execute(f"SELECT count(*) FROM {self.table} WHERE {where}", values).fetchone()[0]
+            ((count,),) = read([LIST_OF_ROWS, (f"SELECT count(*) FROM {self.table} WHERE {where}", values)])
             share = float(count / max(1, facts.rows))
         self._shares[name] = share, state
         if len(self._shares) > FILTERS:
@@ -213,7 +225,7 @@ class Search:
 
     def compare(
         self,
-        cursor: Any,
+        read: Read,
         query: Floats,
         k: int,
         filter: Filter | None,
@@ -228,8 +240,7 @@ class Search:
         """
         count, slack = k + SPARE, 8 * len(query) * float(np.finfo(np.float32).eps)
         text = query_text(query)
-        if terms and many:
-            cursor.execute(LIST_OF_ROWS, prepare=True)
+        settings = [LIST_OF_ROWS] if terms and many else []
         others: set[int] = set()  # whose terms have the hash of another
         while True:
             where, values = self.conditions(filter, [*out, *others], terms=terms)
@@ -237,7 +248,7 @@ class Search:
             near += " ORDER BY (vector <#> %s::vector) + 0, id LIMIT %s"
             # The bytes of a vector are only selected for near rows: PostgreSQL would make them of all.
             statement = _fetched(self.table, near)
-            rows, damaged = read_rows(cursor.execute(statement, [*values, text, count], prepare=True))
+            rows, damaged = read_rows(read([*settings, (statement, [*values, text, count])]))
             wrong = {row.id for row in rows if terms and filter is not None and not filter.passes(row)}
             if damaged or wrong:
                 out, others = excluded(damaged) if damaged else out, others | wrong
@@ -341,10 +352,22 @@ def best(rows: list[Row], query: Floats, k: int) -> tuple[Neighbours, float]:
     return [(rows[i], float(score[i])) for i in order], float(score.min())
 
 
-def read_rows(cursor: Any) -> tuple[list[Row], dict[int, str]]:
+def by_cursor(cursor: Any) -> Read:
+    """One statement after the other."""
+
+    def read(statements: Sequence[Statement]) -> list[Any]:
+        for statement in statements:
+            cursor.execute(*statement, prepare=True)
+        selected: list[Any] = cursor.fetchall()
+        return selected
+
+    return read
+
+
+def read_rows(selected: Iterable[Any]) -> tuple[list[Row], dict[int, str]]:
     """Rows that match their checksum, vectors without pgvector's head of 4 bytes, and what is wrong with the others."""
     rows, damaged = [], {}
-    for id, content, label, name, metadata, vector, total in cursor.fetchall():
+    for id, content, label, name, metadata, vector, total in selected:
         row = Row(id, content, label, name, metadata, vector[4:])
         try:
             difference = "" if schema.checksum(*row) == total else "not as it was written"
