@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from nearkin.gallery.schema import Filter, scalar_json
 
-__all__ = ["LABEL", "Part", "check_keys", "clause", "filter_of", "name_of", "rare_clause", "single", "slot", "wanted"]
+__all__ = ["LABEL", "Part", "check_keys", "clause", "name_of", "rare_clause", "single", "slot", "wanted"]
 
 LABEL = "label"  # the key that is no metadata
 LEAST, MOST_SHARE = 5_000, 0.8  # rows of a value that has its own index, and of the segment: else it gains nothing
@@ -48,10 +48,6 @@ def slot(key: str, value: str) -> str:
 
 def name_of(first: int, end: int, key: str, value: str) -> str:
     return f"items_pass_{first}_{end}_{sha256(slot(key, value).encode()).hexdigest()[:12]}"
-
-
-def filter_of(key: str, value: str) -> Filter:
-    return Filter((json.loads(value),), {}) if key == LABEL else Filter(None, {key: (value,)})
 
 
 def single(filter: Filter) -> tuple[str, str] | None:

@@ -22,9 +22,8 @@ __all__ = ["form_of", "measured", "measured_recall"]
 MAX_HALF = 4_000  # dimensions of HNSW over halfvec
 DEPTHS = (40, 50, 64, 80, 100, 125, 160, 200, 250, 320, 400, 500, 640, 800, DEEPEST)
 DEEP_RECALL = 0.995  # recall@100 that decides about searches with a filter
-QUERIES = 200  # that measure recall: where a search fails, it mostly misses all of a class
+QUERIES = 400  # that measure recall: where a search fails, it mostly misses all of a class
 PROBED = 160  # depth at which the rows that make a query are searched for
-FILTER_QUERIES = 100  # that measure the recall of each filter with indexes of its own
 COMPARED = 8192  # rows at a time
 
 
@@ -48,9 +47,7 @@ def measured(store: "PostgresStore", facts: Facts, bounds: tuple[int, ...], part
         depth = _next(depth)
         deep = (d for d in DEPTHS if d > depth and _recall(cursor, store, index, queries, exact, 100, d) >= DEEP_RECALL)
         index = index._replace(depth=depth, deep=next(deep, DEEPEST), recall=recall)
-        return index._replace(
-            own=_measured_own(cursor, store, index, queries[:: QUERIES // FILTER_QUERIES], parts)
-        ).stored()
+        return index._replace(own=_measured_own(cursor, store, index, queries, parts)).stored()
 
 
 def _measured_own(
@@ -63,14 +60,8 @@ def _measured_own(
         has["segments"].append([part.first, part.end])
     for slot in list(own):
         key, value = json.loads(slot)
-        allowed = postgres_filters.filter_of(key, value)
-        nearest = [
-            {
-                row.id
-                for row, _ in store.search.compare(by_cursor(cursor), query, 10, allowed, (), lambda _: (), terms=True)
-            }
-            for query in queries
-        ]
+        passing = f"{store.table} WHERE {postgres_filters.rare_clause(store.schema, key, value)}"
+        nearest = [set(ids) for ids in _exact_ids(cursor, passing, queries, 10)]
         for depth in DEPTHS:
             found = 0
             for query, ids in zip(queries, nearest, strict=True):
@@ -123,11 +114,11 @@ def _queries(cursor: Any, store: "PostgresStore", facts: Facts, index: IndexFact
     return like_new_items(schema.unpack(some, facts.dim), nearest, draw)
 
 
-def _exact_ids(cursor: Any, table: str, queries: Floats, k: int) -> list[list[int]]:
-    """Ids of the nearest rows, nearest first, from one pass over all of them."""
+def _exact_ids(cursor: Any, rows: str, queries: Floats, k: int) -> list[list[int]]:
+    """Ids of the nearest rows, nearest first, from one pass over all of them. rows: a table, and a condition."""
     ids = np.zeros((len(queries), 0), np.int64)
     score = np.zeros((len(queries), 0), np.float32)
-    for some, vectors in _all_vectors(cursor, table, queries.shape[1]):
+    for some, vectors in _all_vectors(cursor, rows, queries.shape[1]):
         score = np.concatenate([score, queries @ vectors.T], 1)
         ids = np.concatenate([ids, np.broadcast_to(some, (len(queries), len(some)))], 1)
         if score.shape[1] > k:
@@ -138,13 +129,13 @@ def _exact_ids(cursor: Any, table: str, queries: Floats, k: int) -> list[list[in
     return nearest
 
 
-def _all_vectors(cursor: Any, table: str, dim: int) -> Iterator[tuple[NDArray[np.int64], Floats]]:
+def _all_vectors(cursor: Any, rows: str, dim: int) -> Iterator[tuple[NDArray[np.int64], Floats]]:
     """In PostgreSQL's binary format of COPY: a head of 19 bytes, then records of one size."""
     record = np.dtype(
         [("fields", ">i2"), ("a", ">i4"), ("id", ">i8"), ("b", ">i4"), ("head", ">i4"), ("vector", ">f4", (dim,))]
     )
     waiting, first = bytearray(), True
-    with cursor.copy(f"COPY (SELECT id, vector FROM {table}) TO STDOUT (FORMAT BINARY)") as copy:
+    with cursor.copy(f"COPY (SELECT id, vector FROM {rows}) TO STDOUT (FORMAT BINARY)") as copy:
         for data in copy:
             waiting += bytes(data)[19:] if first else data
             first = False
