@@ -1,6 +1,6 @@
 """kill -9 at random moments while rows are added, relabelled and removed, on both stores: nothing acknowledged is lost.
 
-    python studies/gallery_kills.py [--kills 100] [--store sqlite|postgres|both] [--stored FORM] [--seed 0]
+    python studies/gallery_kills.py [--kills 100] [--store sqlite|postgres|both] [--stored FORM] [--dim 32] [--seed 0]
 
 A child process enrols batch after batch into one gallery, relabels the rows of every third batch, removes half of every
 other third, and acknowledges a batch through a pipe when its calls have returned. It is killed at a random moment; then
@@ -31,7 +31,7 @@ from nearkin.gallery import Gallery
 from nearkin.gallery.stores import index_build, postgres_index
 from postgres_server import Server, binaries
 
-DIM = 32
+DIM = 32  # unless --dim; beyond 256 the pages of a file are larger
 OPENED = struct.pack("q", -1)
 
 
@@ -171,8 +171,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--store", choices=("sqlite", "postgres", "both"), default="both")
     parser.add_argument("--stored", help="float32, int8, binary or short:N; of the gallery in a file")
+    parser.add_argument("--dim", type=int, default=DIM)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    globals()["DIM"] = arguments.dim  # the children are forks
     torch.set_num_threads(1)  # no threads that a fork would leave behind
     wrong = 0
     if arguments.store != "postgres":

@@ -258,7 +258,9 @@ def test_recall_is_measured_on_queries_about_as_far_from_the_rows_as_new_items(f
         with store.connections.reading() as cursor:
             index = postgres_search.IndexFacts.of(facts)
             queries = postgres_recall._queries(cursor, store, facts, index)
-    assert len(queries) == 200 and abs(nearest(queries) - nearest(items)) < 0.4 * (nearest(noisy) - nearest(items))
+    assert len(queries) == postgres_recall.QUERIES and abs(nearest(queries) - nearest(items)) < 0.4 * (
+        nearest(noisy) - nearest(items)
+    )
 
 
 def test_an_index_that_finds_too_little_is_not_used(few, url, monkeypatch):

@@ -136,8 +136,8 @@ class Connections:
 
     @staticmethod
     def _prepare(connection: Any, lock_timeout: int) -> None:
-        """Where a server has synchronous_commit off, acknowledged rows can be lost. Other processes take a while to
-        start, so only long searches get them."""
+        """Where a server has synchronous_commit off, acknowledged rows can be lost. Outside of `reading` each statement
+        must see the state of its own moment. Other processes take a while to start, so only long searches get them."""
         connection.execute(
             "SET synchronous_commit = on; SET default_transaction_isolation = 'read committed'; SET jit = off;"
             f" SET client_min_messages = warning; SET parallel_setup_cost = 20000; SET lock_timeout = {lock_timeout}"
