@@ -38,13 +38,18 @@ def cross_entropy(
     centers: int = 1,
     lost: float = 0.0,
     soft: bool = True,
+    normalize: bool = False,
 ) -> Tensor:
     """-log of the own class's part of the softmax of scale · <anchors_i, rows_c>, (B,), in few passes.
 
     target: the score of the own class, (B,); without it the product, after `own_score` if there is one. centers: rows
     per class, of which the best is the class's score. lost: the score of a row of zeros. soft=False: the sum leaves
-    the own class out. Can be differentiated twice.
+    the own class out. normalize: scales anchors and rows to length 1 first. Can be differentiated twice.
     """
+    if normalize:
+        normalize = not (traced() or isinstance(scale, Tensor) or lost)  # within the node
+        prepared = distances.upcast if normalize else distances.unit
+        anchors, rows = prepared(anchors), prepared(rows)
     kind = torch.promote_types(anchors.dtype, rows.dtype)
     if isinstance(scale, Tensor):
         anchors, scale = scale * anchors, 1.0
@@ -54,7 +59,7 @@ def cross_entropy(
         if not distances.freely_read(rows) or bool(empty.any()):
             bias = torch.where(empty, lost, 0.0).to(kind)
     target = None if target is None else target.to(kind)
-    form = _Form(scale, own_score, centers, soft)
+    form = _Form(scale, own_score, centers, soft, normalize)
     anchors, rows = anchors.to(kind), rows.to(kind)
     value: Tensor = (_plain if traced() else _Dense.call)(anchors, rows, ids, target, bias, form)
     return value
@@ -65,6 +70,7 @@ class _Form(NamedTuple):
     own_score: OwnScoreFunction | None
     centers: int
     soft: bool
+    normalize: bool
 
 
 class _Dense(HandGradient):
@@ -74,7 +80,11 @@ class _Dense(HandGradient):
     def forward(
         ctx: Any, anchors: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, form: _Form
     ) -> Tensor:
-        own_column, best = ids[:, None], None
+        own_column, best, inverses = ids[:, None], None, (None, None)
+        given = anchors, rows
+        if form.normalize:
+            pairs = [distances.unit_rows(one, one.dtype) for one in given]
+            (anchors, rows), inverses = zip(*pairs, strict=True)
         with torch.autocast(device_type(anchors), enabled=False):
             share = torch.addmm(anchors.new_zeros(()), anchors, rows.T, beta=0, alpha=form.scale)
         if bias is not None:
@@ -93,16 +103,18 @@ class _Dense(HandGradient):
         total = share.sub_(top).exp_().sum(1, keepdim=True)
         rest = total.log() - (score - top)
         total = total + 1 if alone else total
-        ctx.save_for_backward(anchors, rows, ids, target, bias, share, best, total, rest, slope, stretch)
+        kept = share, best, total, rest, slope, stretch
+        ctx.save_for_backward(*given, ids, target, bias, anchors, rows, *inverses, *kept)
         ctx.form = form
         return (reduce.softplus(rest) if form.soft else rest).squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        anchors, rows, ids, target, bias, share, best, total, rest, slope, stretch = ctx.saved_tensors
-        scale, _, centers, soft = ctx.form
+        given_anchors, given_rows, ids, target, bias, anchors, rows, *kept = ctx.saved_tensors
+        inverse, row_inverse, share, best, total, rest, slope, stretch = kept
+        scale, _, centers, soft, normalize = ctx.form
         if torch.is_grad_enabled():  # for a second derivative
-            return (*_again(anchors, rows, ids, target, bias, ctx.form, upstream), None, None)
+            return (*_again(given_anchors, given_rows, ids, target, bias, ctx.form, upstream), None, None)
         pull = upstream[:, None] * rest.sigmoid() if soft else upstream[:, None]
         parts = share * (scale * pull / total)
         if target is None:
@@ -113,6 +125,9 @@ class _Dense(HandGradient):
             by_rows = parts.T @ anchors if ctx.needs_input_grad[1] else None
         if by_anchors is not None and stretch is not None:
             by_anchors.addcmul_(pull * stretch, anchors, value=-1)
+        if normalize:
+            by_anchors = None if by_anchors is None else distances.unit_slope(by_anchors, anchors, inverse)
+            by_rows = None if by_rows is None else distances.unit_slope(by_rows, rows, row_inverse)
         return by_anchors, by_rows, None, None if target is None else -pull.squeeze(1), None, None
 
 
@@ -120,6 +135,8 @@ def _plain(
     anchors: Tensor, rows: Tensor, ids: Tensor, target: Tensor | None, bias: Tensor | None, form: _Form
 ) -> Tensor:
     """`_Dense` in autograd's steps."""
+    if form.normalize:
+        anchors, rows = distances.unit(anchors), distances.unit(rows)
     with torch.autocast(device_type(anchors), enabled=False):
         logits = form.scale * (anchors @ rows.T) + (0.0 if bias is None else bias)
     if form.centers > 1:

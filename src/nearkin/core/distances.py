@@ -13,7 +13,7 @@ from nearkin.core import checks, devices, digits
 from nearkin.core.autograd import HandGradient, device_type, traced
 
 __all__ = ["cosine", "dot", "euclidean", "freely_read", "length", "squared_euclidean"]
-__all__ += ["unit", "units", "upcast", "wide"]
+__all__ += ["unit", "unit_rows", "unit_slope", "units", "upcast", "wide"]
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -186,15 +186,25 @@ def _least(kind: torch.dtype) -> float:
     return float((torch.finfo(kind).tiny * 1e6) ** 2)
 
 
+def unit_rows(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`units` of rows that are upcast, without a gradient of its own."""
+    lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=wide(x))  # sums in the wide type
+    inverse = torch.where(lengths > _least(x.dtype) ** 0.5, lengths.reciprocal(), 0.0)
+    return (x * inverse.to(kind)).to(kind), inverse
+
+
+def unit_slope(slope: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
+    """The gradient by the rows of which `unit_rows` made `rows`: its part perpendicular to each row."""
+    along = (slope * rows).sum(1, keepdim=True)
+    return torch.addcmul(slope, along, rows, value=-1).mul_(inverse.to(rows.dtype))
+
+
 class _Units(HandGradient):
     """With a hand-written gradient, the part perpendicular to each row: a third of autograd's time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-        exact = x.to(wide(x))
-        squared = (exact * exact).sum(1, keepdim=True)
-        inverse = torch.where(squared > _least(x.dtype), squared.rsqrt(), 0.0)
-        rows = (exact * inverse).to(kind)
+        rows, inverse = unit_rows(x, kind)
         ctx.save_for_backward(x, rows, inverse)
         ctx.mark_non_differentiable(inverse)
         return rows, inverse
@@ -207,8 +217,9 @@ class _Units(HandGradient):
             alive = squared > _least(x.dtype)
             inverse = torch.where(alive, torch.where(alive, squared, 1.0).rsqrt(), 0.0)
             rows = (x * inverse).to(rows.dtype)
-        along = (slope * rows).sum(1, keepdim=True)
-        return (torch.addcmul(slope, along, rows, value=-1) * inverse.to(rows.dtype)).to(x.dtype), None
+            along = (slope * rows).sum(1, keepdim=True)
+            return (torch.addcmul(slope, along, rows, value=-1) * inverse.to(rows.dtype)).to(x.dtype), None
+        return unit_slope(slope, rows, inverse).to(x.dtype), None
 
 
 def _product(x: Tensor, references: Tensor | None) -> Tensor:

@@ -52,9 +52,9 @@ def cosface_loss(
     call.check_labels()
     if (rivals := call.rivals(scale=scale)) is not None:
         return call.streamed(rivals, scale * (class_softmax.own_cosine(rivals) - margin))
-    x, w = distances.unit(embeddings), distances.unit(weight)
     bend = partial(_cosine_target, shift=scale * margin)
-    return call.dense(class_dense.cross_entropy(x, w, call.ids, scale=scale, own_score=bend))
+    value = class_dense.cross_entropy(embeddings, weight, call.ids, scale=scale, own_score=bend, normalize=True)
+    return call.dense(value)
 
 
 def _cosine_target(score: Tensor, _: Tensor, shift: float) -> OwnScore:

@@ -16,6 +16,8 @@ from nearkin.losses.proxy import init_proxies
 
 __all__ = ["SoftTripleLoss", "soft_triple_loss"]
 
+NEVER_ZERO = 1e-5  # added to a squared distance of centres, as in the released code
+
 
 def soft_triple_loss(
     embeddings: Tensor,
@@ -78,33 +80,38 @@ def soft_triple_loss(
 
 def _soft_maximum(x: Tensor, w: Tensor, per_class: int, gamma: float) -> Tensor:
     """S_ic of `soft_triple_loss`, (B, C), from unit rows."""
-    cosine = distances.dot(x, w).view(len(x), len(w) // per_class, per_class)  # (B, C, K)
+    classes = len(w) // per_class
     if traced():
+        cosine = distances.dot(x, w).view(len(x), classes, per_class)  # (B, C, K)
         return ((cosine / gamma).softmax(2) * cosine).sum(2)
+    # Classes last: a CPU sums over so few centres in vectors of classes, and over the last of (B, C, K) one by one.
+    first_centers_first = w.view(classes, per_class, w.shape[1]).transpose(0, 1).reshape(w.shape)
+    cosine = distances.dot(x, first_centers_first).view(len(x), per_class, classes)  # (B, K, C)
     value: Tensor = _SoftMaximum.call(cosine, gamma)
     return value
 
 
 class _SoftMaximum(HandGradient):
-    """Σ_k softmax_k(c / γ) c_k over the last of (B, C, K), with the gradient by hand: p (1 + (c - S) / γ)."""
+    """Σ_k softmax_k(c / γ) c_k over the second of (B, K, C), with the gradient by hand: p (1 + (c - S) / γ)."""
 
     @staticmethod
     def forward(ctx: Any, cosine: Tensor, gamma: float) -> Tensor:
-        # torch's softmax takes five times as long over so few entries
-        share = (cosine - cosine.amax(2, keepdim=True)).div_(gamma).exp_()
-        share /= share.sum(2, keepdim=True)
-        value = (share * cosine).sum(2)
-        ctx.save_for_backward(cosine, share, value)
+        share = (cosine - cosine.amax(1, keepdim=True)).div_(gamma).exp_()
+        total = share.sum(1)
+        value = (share * cosine).sum(1) / total
+        ctx.save_for_backward(cosine, share, total, value)
         ctx.gamma = gamma
         return value
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        cosine, share, value = ctx.saved_tensors
+        cosine, share, total, value = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of the gradient is wanted: through the cosines
-            share = torch.softmax(cosine / ctx.gamma, 2)
-            value = (share * cosine).sum(2)
-        return (1 + (cosine - value[:, :, None]) / ctx.gamma) * share * upstream[:, :, None], None
+            share = torch.softmax(cosine / ctx.gamma, 1)
+            value = (share * cosine).sum(1, keepdim=True)
+            return (1 + (cosine - value) / ctx.gamma) * share * upstream[:, None], None
+        rise = torch.addcmul(share, share, cosine - value[:, None], value=1 / ctx.gamma)
+        return rise.mul_((upstream / total)[:, None]), None
 
 
 def _soft_triple_blocks(
@@ -145,14 +152,47 @@ def _soft_triple_blocks(
 
 def _within_class(w: Tensor) -> Tensor:
     """Mean distance of unit centres (C, K, D) to the others of their class, halved."""
+    value: Tensor = _plain_within_class(w) if traced() else _WithinClass.call(w)
+    return value
+
+
+def _plain_within_class(w: Tensor) -> Tensor:
+    """`_WithinClass` in autograd's steps."""
     classes, centers, _ = w.shape
     with torch.autocast(device_type(w), enabled=False):
         gram = w @ w.mT  # (C, K, K)
     upper = torch.ones(centers, centers, dtype=torch.bool, device=w.device).triu(1)
     square = (w * w).sum(2)  # not the diagonal: a compiler may overwrite a matrix while a view of it is still used
     squared = (square[:, :, None] + square[:, None, :] - 2 * gram).clamp(min=0)
-    apart = torch.where(upper, squared + 1e-5, 1.0).sqrt()
+    apart = torch.where(upper, squared + NEVER_ZERO, 1.0).sqrt()
     return torch.where(upper, apart, 0.0).sum() / (classes * centers * (centers - 1))
+
+
+class _WithinClass(HandGradient):
+    """With a hand-written gradient: by a centre the sum of its directions from the others, two products."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        classes, centers, _ = w.shape
+        square = (w * w).sum(2)
+        with torch.autocast(device_type(w), enabled=False):
+            squared = torch.baddbmm(square[:, :, None] + square[:, None, :], w, w.mT, alpha=-2)  # (C, K, K)
+        apart = squared.clamp_(min=0).add_(NEVER_ZERO).sqrt_()
+        ctx.save_for_backward(w, apart)
+        return (apart.sum() - apart.diagonal(dim1=1, dim2=2).sum()) / (2 * classes * centers * (centers - 1))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        w, apart = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative
+            again: Tensor = torch.autograd.grad(_plain_within_class(w), w, upstream, create_graph=True)[0]
+            return again
+        classes, centers, _ = w.shape
+        inverse = apart.reciprocal()
+        inverse.diagonal(dim1=1, dim2=2).zero_()
+        with torch.autocast(device_type(w), enabled=False):
+            by_centers: Tensor = torch.baddbmm(w * inverse.sum(2, keepdim=True), inverse, w, alpha=-1)
+        return by_centers.mul_(upstream / (classes * centers * (centers - 1)))
 
 
 class SoftTripleLoss(LossModule, function=soft_triple_loss):

@@ -55,8 +55,7 @@ def normalized_softmax_loss(
     call.check_labels()
     if (rivals := call.rivals(scale=scale)) is not None:
         return call.streamed(rivals, scale * class_softmax.own_cosine(rivals))
-    x, w = distances.unit(embeddings), distances.unit(weight)
-    return call.dense(class_dense.cross_entropy(x, w, call.ids, scale=scale))
+    return call.dense(class_dense.cross_entropy(embeddings, weight, call.ids, scale=scale, normalize=True))
 
 
 def heated_softmax_loss(
