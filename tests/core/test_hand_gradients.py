@@ -1,5 +1,7 @@
 """Short cuts on the CPU and hand-written gradients, compared with the plain computation."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -119,6 +121,33 @@ def test_gradients_of_gradients(dim):
             assert gradcheck(lambda a, f=measure, n=normalize: f(a, normalize=n), x)
             assert gradgradcheck(lambda a, f=measure, n=normalize: f(a, normalize=n), x)
             assert gradgradcheck(lambda a, b, f=measure, n=normalize: f(a, b, normalize=n), (x, r))
+
+
+CLASS_LOSSES = {
+    "normalised softmax": losses.normalized_softmax_loss,
+    "CosFace": losses.cosface_loss,
+    "SoftTriple": partial(losses.soft_triple_loss, centers_per_class=3),
+}
+
+
+@pytest.mark.parametrize("name", CLASS_LOSSES)
+def test_gradients_of_losses_over_class_weights(name):
+    """Rows of any length: they are scaled to 1 within the node."""
+    g = torch.Generator().manual_seed(3)
+    x = (3 * torch.randn(6, 4, generator=g, dtype=torch.float64)).requires_grad_()
+    w = (0.2 * torch.randn(9, 4, generator=g, dtype=torch.float64)).requires_grad_()
+    labels, loss = torch.tensor([0, 1, 2, 1, 0, -1]), CLASS_LOSSES[name]
+    assert gradcheck(lambda a, b: loss(a, labels, b), (x, w)) and gradgradcheck(lambda a, b: loss(a, labels, b), (x, w))
+
+
+def test_a_class_softmax_of_zero_rows_and_huge_rows_has_finite_gradients():
+    x, w = torch.randn(4, 3, generator=torch.Generator().manual_seed(4)), torch.eye(3)
+    x[0], x[1], w[2] = 0.0, x[1] * 1e30, 0.0
+    x, w = x.requires_grad_(), w.requires_grad_()
+    value = losses.normalized_softmax_loss(x, torch.tensor([0, 1, 2, 0]), w)
+    value.backward()
+    assert value.isfinite() and x.grad.isfinite().all() and w.grad.isfinite().all()
+    assert not x.grad[0].any() and not w.grad[2].any()
 
 
 def test_second_gradients_at_duplicates_are_finite():
