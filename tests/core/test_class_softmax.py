@@ -356,8 +356,8 @@ def test_arcface_has_one_value_near_the_poles_and_far_from_them(monkeypatch):
     assert losses.arcface_loss(poles, torch.arange(21) % 7, weight).isfinite()
     for straight in (False, True):
         outcomes = []
-        for far in (False, True):
-            monkeypatch.setattr(angular, "_far_from_poles", lambda *arguments, far=far: far)
+        for near_pole in (0.0, torch.inf):
+            monkeypatch.setattr(angular, "NEAR_POLE", near_pole)
             outcomes.append(outcome(losses.arcface_loss, x, labels, weight, margin=2.0, straight_through=straight))
         assert max(errors(*outcomes)) < 1e-12
 

@@ -1,7 +1,9 @@
 """Class softmax with a margin: by cosine (CosFace), by angle (ArcFace), by a multiple of the angle (SphereFace)."""
 
 import math
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ __all__ = [
     "cosface_loss",
     "sphereface_loss",
 ]
+
+NEAR_POLE = 0.9  # the cosine from which an angle is too near to 0 or π for its cosine to give its sine
 
 
 def cosface_loss(
@@ -98,28 +102,29 @@ def arcface_loss(
     if (rivals := call.rivals(scale=scale)) is not None:
         x, own = distances.unit(rivals.anchors), distances.unit(rivals.own)
         return call.streamed(rivals, scale * _cos_plus_margin(x, own, margin, straight_through))
+    options: dict[str, Any] = {"scale": scale, "centers": sub_centers}
+    if len(embeddings) and distances.freely_read(embeddings):
+        bend = partial(_arc_target, margin=margin, scale=scale, straight_through=straight_through)
+        with suppress(_NearPole):
+            return call.dense(
+                class_dense.cross_entropy(embeddings, weight, call.ids, own_score=bend, normalize=True, **options)
+            )
     x, w = distances.unit(embeddings), distances.unit(weight)
     own_rows = class_softmax.own_rows(x, w, call.ids, sub_centers, normalize=False)
-    if _far_from_poles(x, w, own_rows):
-        bend = partial(_arc_target, margin=margin, scale=scale, straight_through=straight_through)
-        value = class_dense.cross_entropy(x, w, call.ids, scale=scale, own_score=bend, centers=sub_centers)
-    else:
-        target = scale * _cos_plus_margin(x, w[own_rows], margin, straight_through)
-        value = class_dense.cross_entropy(x, w, call.ids, target, scale=scale, centers=sub_centers)
-    return call.dense(value)
+    target = scale * _cos_plus_margin(x, w[own_rows], margin, straight_through)
+    return call.dense(class_dense.cross_entropy(x, w, call.ids, target, **options))
 
 
-def _far_from_poles(x: Tensor, w: Tensor, own_rows: Tensor) -> bool:
-    """Whether every angle to an own class is such that its cosine gives its sine; False where values are not read."""
-    if not len(own_rows) or not distances.freely_read(x):
-        return False
-    with torch.no_grad():
-        return float((x * w[own_rows]).sum(1).abs().max()) < 0.9
+class _NearPole(Exception):
+    """Of an angle to an own class."""
 
 
 def _arc_target(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> OwnScore:
-    """s cos(θ + m) from s cos θ, and its slope, where `_far_from_poles` holds."""
+    """s cos(θ + m) from s cos θ, and its slope; a `_NearPole` where these would be wrong."""
     cos = score / scale
+    # Of the forward pass: the steps for a second derivative are of the same batch.
+    if not torch.is_grad_enabled() and not float(cos.abs().max()) < NEAR_POLE:
+        raise _NearPole
     sin = (1 - cos * cos).sqrt()
     target = scale * _add_margin(cos, sin, margin)
     if straight_through:

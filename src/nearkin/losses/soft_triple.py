@@ -110,8 +110,8 @@ class _SoftMaximum(HandGradient):
             share = torch.softmax(cosine / ctx.gamma, 1)
             value = (share * cosine).sum(1, keepdim=True)
             return (1 + (cosine - value) / ctx.gamma) * share * upstream[:, None], None
-        rise = torch.addcmul(share, share, cosine - value[:, None], value=1 / ctx.gamma)
-        return rise.mul_((upstream / total)[:, None]), None
+        rise = (cosine - value[:, None]).mul_(share).add_(share, alpha=ctx.gamma)
+        return rise.mul_((upstream / (total * ctx.gamma))[:, None]), None
 
 
 def _soft_triple_blocks(
