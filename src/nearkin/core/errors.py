@@ -3,7 +3,7 @@
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
 __all__ += ["CorruptBackup", "EncoderChanged", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
-__all__ += ["RefusedArguments"]
+__all__ += ["FactsChanged", "NearPole", "RefusedArguments"]
 __all__ += [
     "ReloadRefused",
     "RequestTooLarge",
@@ -148,3 +148,11 @@ class ExcessiveText(ValueError):
 
 class RefusedBody(Exception):
     """Stops reading a request body; the response is already decided."""
+
+
+class FactsChanged(Exception):
+    """The description of a gallery is not as it was when it was last read."""
+
+
+class NearPole(Exception):
+    """An angle to an own class is so near to 0 or π that its cosine does not give its sine."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nearkin.core import angles, checks, class_dense, class_softmax, distances
 from nearkin.core.class_dense import OwnScore
+from nearkin.core.errors import NearPole
 from nearkin.losses import class_sampling, class_shards, logits
 from nearkin.losses.call import PLAIN, Annealing, ClassCall, Form, again_plainly
 from nearkin.losses.class_shards import Shard
@@ -105,7 +106,7 @@ def arcface_loss(
     options: dict[str, Any] = {"scale": scale, "centers": sub_centers}
     if len(embeddings) and distances.freely_read(embeddings):
         bend = partial(_arc_target, margin=margin, scale=scale, straight_through=straight_through)
-        with suppress(_NearPole):
+        with suppress(NearPole):
             return call.dense(
                 class_dense.cross_entropy(embeddings, weight, call.ids, own_score=bend, normalize=True, **options)
             )
@@ -115,16 +116,13 @@ def arcface_loss(
     return call.dense(class_dense.cross_entropy(x, w, call.ids, target, **options))
 
 
-class _NearPole(Exception):
-    """Of an angle to an own class."""
-
-
 def _arc_target(score: Tensor, _: Tensor, margin: float, scale: float, straight_through: bool) -> OwnScore:
-    """s cos(θ + m) from s cos θ, and its slope; a `_NearPole` where these would be wrong."""
+    """s cos(θ + m) from s cos θ, and its slope; a `NearPole` where these would be wrong."""
     cos = score / scale
     # Of the forward pass: the steps for a second derivative are of the same batch.
-    if not torch.is_grad_enabled() and not float(cos.abs().max()) < NEAR_POLE:
-        raise _NearPole
+    first = not torch.is_grad_enabled() and distances.freely_read(cos)
+    if first and not float(cos.abs().max()) < NEAR_POLE:
+        raise NearPole
     sin = (1 - cos * cos).sqrt()
     target = scale * _add_margin(cos, sin, margin)
     if straight_through:

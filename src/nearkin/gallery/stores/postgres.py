@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from nearkin.core.errors import EncoderChanged, TablesExchanged
+from nearkin.core.errors import EncoderChanged, FactsChanged, TablesExchanged
 from nearkin.gallery import schema
 from nearkin.gallery.schema import Facts, Filter, Floats, KnownRows, NewRow, Renewed, Row
 from nearkin.gallery.stores import (
@@ -63,10 +63,6 @@ def _again(
 
 def _known_rows(selected: Iterable[Any]) -> KnownRows:
     return {content: (i, label) for content, i, label in selected}
-
-
-class _FactsChanged(Exception):
-    """Since they were read last."""
 
 
 class PostgresStore:
@@ -234,7 +230,7 @@ class PostgresStore:
 
         copies, known = self._facts_read
         if known is not None and self._verified.state == postgres_check.state_of(known) and len(query) == known.dim:
-            with suppress(_FactsChanged):
+            with suppress(FactsChanged):
                 return self.search.nearest(self._reading_at(copies), known, query, k, filter, excluded)
         with self.connections.reading() as cursor:
             facts = self._check_new_rows(cursor)
@@ -251,7 +247,7 @@ class PostgresStore:
             return by_cursor(cursor)([(query, values)])
 
     def _reading_at(self, copies: Any) -> Read:
-        """Reads with one round trip, and raises `_FactsChanged` where the facts are not these any more.
+        """Reads with one round trip, and raises `FactsChanged` where the facts are not these any more.
 
         Every change of rows changes the facts, which are read last: if they are as they were before, so were the rows.
         """
@@ -259,7 +255,7 @@ class PostgresStore:
         def read(statements: Sequence[Statement]) -> list[Any]:
             selected = self.connections.read_together([*statements, (self._facts_query, ())])
             if selected is None or selected[-1] != copies:
-                raise _FactsChanged
+                raise FactsChanged
             return selected[-2]
 
         return read
