@@ -160,13 +160,14 @@ def test_the_camera_takes_a_picture(browser, served):
         assert page.get_attribute("#find-drop img", "alt") == "camera.jpg"
         sizes = page.evaluate("[document.querySelector('#find-drop img').naturalWidth]")
         assert sizes[0] > 100
-        assert page.evaluate("document.querySelector('video').srcObject") is None, "the camera is off again"
+        page.wait_for_function("document.querySelector('video').srcObject === null")  # the camera is off again
         page.click("#tab-compare")
         page.click("#compare .camera-open")
         expect(page.locator("#camera-shoot")).to_be_enabled()
         page.keyboard.press("Escape")
         expect(page.locator("#camera")).to_be_hidden()
-        assert page.evaluate("document.querySelector('video').srcObject") is None
+        # A dialog tells that it was closed a moment after it is hidden.
+        page.wait_for_function("document.querySelector('video').srcObject === null")
 
 
 @pytest.mark.parametrize("language, words", [("en", "does not allow this page"), ("ko", "카메라 사용이 차단")])
