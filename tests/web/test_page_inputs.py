@@ -147,6 +147,15 @@ def test_a_copied_picture_is_pasted(browser, served):
         says(page, "#verdict .who", "kind 2")
 
 
+def camera_is_off(page):
+    """A dialog tells that it was closed a moment after it is hidden."""
+    for _ in range(50):
+        if page.evaluate("document.querySelector('video').srcObject") is None:
+            return True
+        page.wait_for_timeout(100)
+    return False
+
+
 def test_the_camera_takes_a_picture(browser, served):
     with Watched(browser, served.address, permissions=["camera"]) as page:
         says(page, "#summary", "32 items")
@@ -160,14 +169,13 @@ def test_the_camera_takes_a_picture(browser, served):
         assert page.get_attribute("#find-drop img", "alt") == "camera.jpg"
         sizes = page.evaluate("[document.querySelector('#find-drop img').naturalWidth]")
         assert sizes[0] > 100
-        page.wait_for_function("document.querySelector('video').srcObject === null")  # the camera is off again
+        assert camera_is_off(page)
         page.click("#tab-compare")
         page.click("#compare .camera-open")
         expect(page.locator("#camera-shoot")).to_be_enabled()
         page.keyboard.press("Escape")
         expect(page.locator("#camera")).to_be_hidden()
-        # A dialog tells that it was closed a moment after it is hidden.
-        page.wait_for_function("document.querySelector('video').srcObject === null")
+        assert camera_is_off(page)
 
 
 @pytest.mark.parametrize("language, words", [("en", "does not allow this page"), ("ko", "카메라 사용이 차단")])
