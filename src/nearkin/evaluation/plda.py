@@ -16,18 +16,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nearkin.core import checks
 from nearkin.evaluation.arrays import Array, Counts, Floats, Ids, Progress, takes_arrays
 from nearkin.evaluation.group_agreement import bcubed_values
 
-__all__ = ["PLDA", "fit_plda"]
+__all__ = ["LEAST", "PLDA", "discriminants", "evidence", "fit_plda"]
 
 SHRINK = 0.1  # of the within-class covariance towards a multiple of the identity
 SPREADS = (1.0, 1.4, 2.0, 2.8, 4.0)  # tried on the validation classes
 SPREAD = 2.0  # without any
 MOST = 20_000  # items that are grouped to choose it
-_LEAST = 1e-3  # between / within: dimensions below tell nothing
+LEAST = 1e-3  # between / within: dimensions below tell nothing
 _CELLS = 2**20  # numbers at a time
 
 
@@ -57,9 +58,7 @@ class PLDA(NamedTuple):
 
     def evidence(self, counts: Floats, sums: Floats) -> Floats:
         """E(n, s) of groups (G,): counts (G,), sums (G, K)."""
-        scale = 1 + counts[:, None] * self.between
-        result: Floats = (self.between * sums**2 / scale - np.log(scale)).sum(1) / 2
-        return result
+        return evidence(self.between, counts, sums)
 
     def gains(self, counts: Floats, sums: Floats, evidence: Floats, first: Counts, second: Counts) -> Floats:
         """By how much the evidence rises if the groups `first` and `second` are joined, for many pairs."""
@@ -140,12 +139,24 @@ def _fitted(rows: Floats, labels: Counts, shrink: float) -> PLDA:
     within = inner.T @ inner / (len(rows) - len(counts))
     mean = means.mean(0)
     between = (means - mean).T @ (means - mean) / (len(counts) - 1) - within * (1 / counts).mean()
-    size = len(within)
-    within = (1 - shrink) * within + np.eye(size) * max(shrink * np.trace(within) / size, 1e-12)
-    values, vectors = np.linalg.eigh(within)
-    whitening = vectors / np.sqrt(values)
-    ratios, directions = np.linalg.eigh(whitening.T @ between @ whitening)
-    chosen = ratios > _LEAST
+    basis, ratios = discriminants(within, between, shrink)
+    chosen = ratios > LEAST
     if not chosen.any():
         raise ValueError("the classes of the labels cannot be told apart: their means differ less than their items")
-    return PLDA(mean, whitening @ directions[:, chosen], ratios[chosen], 1.0, [])
+    return PLDA(mean, basis[:, chosen], ratios[chosen], 1.0, [])
+
+
+def evidence(between: Floats, counts: NDArray[np.generic], sums: Floats) -> Floats:
+    """E(n, s) of groups (G,): counts (G,), sums (G, K)."""
+    scale = 1 + np.outer(counts, between)
+    return np.asarray((between * sums**2 / scale - np.log(scale)).sum(1) / 2)
+
+
+def discriminants(within: Floats, between: Floats, shrink: float) -> tuple[Floats, Floats]:
+    """basis (D, D), between (D,) rising: coordinates with the shrunk `within` as the identity, `between` diagonal."""
+    size = len(within)
+    within = (1 - shrink) * within + np.eye(size) * max(shrink * np.trace(within) / size, 1e-12)
+    root = torch.from_numpy(np.linalg.cholesky(within))
+    half = torch.linalg.solve_triangular(root, torch.from_numpy(between), upper=False)
+    ratios, directions = np.linalg.eigh(torch.linalg.solve_triangular(root, half.T, upper=False).numpy())
+    return torch.linalg.solve_triangular(root.T, torch.from_numpy(directions), upper=True).numpy(), ratios

@@ -1,6 +1,7 @@
 """Embeddings put to use: enrol items, then search, identify and verify them; in SQLite or PostgreSQL."""
 
 from nearkin.core.errors import LabelConflict, MissingRow, StaleGroups, StoreUnavailable
+from nearkin.gallery.answers import Candidate, FarStatement, Identity
 from nearkin.gallery.backups import Backup, PointState, backup, check_backup
 from nearkin.gallery.calibration import calibrate
 from nearkin.gallery.embedder import Embedder, open_encoder
@@ -11,7 +12,7 @@ from nearkin.gallery.group_edits import GroupEditor, Reviewed
 from nearkin.gallery.items import Seen
 from nearkin.gallery.matched_parts import Heat, Matched, RowPicture, explain
 from nearkin.gallery.opening import run_of
-from nearkin.gallery.results import Candidate, Hit, Hits, Identity, Verification, verify
+from nearkin.gallery.results import Hit, Hits, Verification, verify
 from nearkin.gallery.source_groups import SourceGroups, group_gallery, group_source, write_groups
 from nearkin.gallery.stores import Report
 from nearkin.gallery.transfer import Transferred, copy, restore
@@ -21,6 +22,7 @@ __all__ = [
     "Candidate",
     "Embedder",
     "Enrolled",
+    "FarStatement",
     "Gallery",
     "GroupEditor",
     "Heat",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,25 +20,14 @@ from nearkin.gallery import results
 from nearkin.gallery.items import encoder_info
 from nearkin.gallery.schema import unit
 
-__all__ = ["calibrate", "classes_with", "log_ratio", "measure", "measure_left_out", "numbers", "select"]
+__all__ = ["calibrate", "measure"]
 
 Groups = list[NDArray[np.int64]]
 CONFIDENCE = 0.95  # of every bound in the file
 CLASSES, ITEMS = 2000, 20_000  # at most; of more a random subset
-EXAMPLES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # per label, each measured separately
-MOST = 0.8  # share of the classes that must have more items than examples
 FEWEST = 5  # classes: fewer cannot bound even a rate of one in three
-FOLDS = 20  # of the classes of a gallery, each left out of the calibration that judges it
 STEPS = 160  # thresholds along the impostor scores, and a third as many along the genuine ones
 PAIRS = 2_000_000  # scores from which the thresholds are chosen
-
-
-class _Measure(NamedTuple):
-    """For one number of examples: impostor rates, the TAR (C, T) per class, the log ratio."""
-
-    rates: Rates
-    tar: Floats
-    ratio: LogRatio
 
 
 def calibrate(
@@ -86,93 +75,37 @@ def measure(
 
     groups: of the items; pairs of the same class and group are left out.
     """
-    bursts = None if groups is None else numbers(groups)
-    rows, classes = select(embeddings.numpy(), labels.numpy(), seed, bursts)
+    bursts = None if groups is None else _numbers(groups)
+    rows, classes = _select(embeddings.numpy(), labels.numpy(), seed, bursts)
     thresholds = _thresholds(rows, classes, seed, bursts)
-    measures = {
-        examples: _measure(rows, enough, thresholds, examples, seed, bursts)
-        for examples, enough in classes_with(classes, bursts)
-    }
-    rates = measures[1].rates
-    sizes = np.array([len(group) for group in classes])
     able = [group for group in classes if class_rates.most_others(group, bursts)]
+    rates = class_rates.impostor_rates(class_rates.accepts(rows, able, thresholds), CONFIDENCE)
+    scores = class_rates.genuine_groups(rows, able, bursts)
+    tar = class_rates.true_accepts(scores, thresholds)
+    sizes = np.array([len(group) for group in classes])
     return {
         "similarity": "cosine",
         "confidence": CONFIDENCE,
         "classes": len(classes),
         "genuine": sum(len(_genuine_scores(rows, group, bursts)) for group in able),
         "impostors": int((sizes.sum() ** 2 - (sizes**2).sum()) // 2),
-        "error": _error(rows, able, thresholds, seed, bursts),
+        "error": _error(rows, able, thresholds, bursts),
         "largest_impostor": float(thresholds[rates.far > 0].max(initial=-1.0)),
         "thresholds": thresholds.tolist(),
         "examples": {
-            str(examples): {
-                "far": measured.rates.far.tolist(),
-                "far_bound": measured.rates.bound.tolist(),
-                "tar": measured.tar.mean(0).tolist(),
-                "log_ratio": measured.ratio._asdict(),
+            "1": {
+                "far": rates.far.tolist(),
+                "far_bound": rates.bound.tolist(),
+                "tar": tar.mean(0).tolist(),
+                "log_ratio": _log_ratio(rates.far, scores, thresholds, len(able))._asdict(),
             }
-            for examples, measured in measures.items()
         },
-        "operating_points": _operating_points(measures[1], thresholds, len(classes)),
+        "operating_points": _operating_points(rates, tar, thresholds, len(classes)),
         "note": _limit(float(rates.bound[-1]), len(classes)),
     }
 
 
-def measure_left_out(embeddings: torch.Tensor, labels: Sequence[str], seed: int = 0) -> dict[str, Any]:
-    """`measure` of the classes of a gallery, and the same without each of them, by which it is judged.
-
-    "folds" has what `measure` has in "examples", without the classes of a fold; "fold_of" the fold of each label. Up to
-    `FOLDS` classes are left out one at a time, more in as many folds.
-    """
-    _, codes = np.unique(np.array(labels, dtype=str), return_inverse=True)
-    sizes = np.bincount(codes)
-    genuine = int((sizes > 1).sum())
-    if len(sizes) <= FEWEST or genuine <= 4:
-        raise ValueError(
-            f"calibration by its own labels needs at least {FEWEST + 1} of them, 5 with 2 items or more, as each is "
-            f"left out in turn; got {len(sizes)} and {genuine}"
-        )
-    content = measure(embeddings, torch.from_numpy(codes), seed)
-    rows, classes = select(embeddings.numpy(), codes, seed, None)
-    alone = np.argsort([len(group) == 1 for group in classes], kind="stable")  # dealt last, so that no fold lacks pairs
-    folds = np.empty(len(classes), np.int64)
-    folds[alone] = np.arange(len(classes)) % FOLDS
-    thresholds = np.array(content["thresholds"])
-    parts: list[dict[str, Any]] = [{} for _ in range(folds.max() + 1)]
-    for examples, enough in classes_with(classes, None):
-        of_fold = np.array([fold for fold, group in zip(folds, classes, strict=True) if len(group) > examples])
-        sums = class_rates.accepts_by_part(rows, enough, thresholds, of_fold, examples)
-        scores = class_rates.genuine_groups(rows, enough, examples, seed)
-        for fold, part in enumerate(parts):
-            left = of_fold != fold
-            if left.sum() < 3:
-                continue
-            others = np.arange(sums.shape[2]) != fold
-            rates = class_rates.impostor_rates(sums[:, left][..., others].sum(2), CONFIDENCE)
-            genuine_left = [scores[i] for i in np.flatnonzero(left)]
-            tar = class_rates.true_accepts(genuine_left, thresholds).mean(0)
-            part[str(examples)] = {
-                "far_bound": np.minimum(np.ceil(rates.bound * 1e6) / 1e6, 1.0).tolist(),
-                "tar": tar.round(6).tolist(),
-                "log_ratio": log_ratio(rates.far, genuine_left, thresholds, int(left.sum()))._asdict(),
-            }
-    fold_of = {str(labels[group[0]]): int(fold) for group, fold in zip(classes, folds, strict=True)}
-    return content | {"folds": parts, "fold_of": fold_of}
-
-
-def classes_with(classes: Groups, bursts: NDArray[np.int64] | None) -> list[tuple[int, Groups]]:
-    """For each number of examples that is measured, the classes that have more items than it."""
-    chosen = []
-    for examples in EXAMPLES:
-        enough = [group for group in classes if class_rates.most_others(group, bursts) >= examples]
-        if len(enough) < (max(3, MOST * len(classes)) if examples > 1 else 3):
-            break
-        chosen.append((examples, enough))
-    return chosen
-
-
-def numbers(groups: Sequence[str]) -> NDArray[np.int64]:
+def _numbers(groups: Sequence[str]) -> NDArray[np.int64]:
     """A number per row, equal where the groups are; "" is a group of its own."""
     numbers = np.unique(np.array(groups, dtype=str), return_inverse=True)[1].astype(np.int64)
     alone = len(groups) + np.arange(len(groups))
@@ -189,28 +122,28 @@ def _limit(least: float, classes: int) -> str:
     )
 
 
-def _operating_points(measure: _Measure, thresholds: Floats, classes: int) -> list[dict[str, Any]]:
+def _operating_points(rates: Rates, tar: Floats, thresholds: Floats, classes: int) -> list[dict[str, Any]]:
     """The usual FARs that so many classes can show."""
     points = []
     for far in FARS:
-        if measure.rates.bound[-1] > far:
+        if rates.bound[-1] > far:
             break
-        at = int(np.argmax(measure.rates.bound <= far))
+        at = int(np.argmax(rates.bound <= far))
         points.append(
             {
                 "far": far,
                 "threshold": float(thresholds[at]),
-                "measured_far": float(measure.rates.far[at]),
-                "far_interval": [float(measure.rates.low[at]), float(measure.rates.high[at])],
-                "tar": float(measure.tar[:, at].mean()),
-                "tar_interval": list(class_rates.mean_interval(measure.tar[:, at], CONFIDENCE)),
+                "measured_far": float(rates.far[at]),
+                "far_interval": [float(rates.low[at]), float(rates.high[at])],
+                "tar": float(tar[:, at].mean()),
+                "tar_interval": list(class_rates.mean_interval(tar[:, at], CONFIDENCE)),
                 "classes": classes,
             }
         )
     return points
 
 
-def select(
+def _select(
     rows: NDArray[np.floating], labels: NDArray[np.int64], seed: int, bursts: NDArray[np.int64] | None
 ) -> tuple[NDArray[np.float32], Groups]:
     """Unit rows, and the row numbers per class in random order; of many a subset, equally many per class."""
@@ -258,22 +191,7 @@ def _genuine_scores(rows: NDArray[np.float32], group: NDArray[np.int64], bursts:
     return scores if bursts is None else scores[bursts[group][upper[0]] != bursts[group][upper[1]]]
 
 
-def _measure(
-    rows: NDArray[np.float32],
-    groups: Groups,
-    thresholds: Floats,
-    examples: int,
-    seed: int,
-    bursts: NDArray[np.int64] | None,
-) -> _Measure:
-    rates = class_rates.impostor_rates(class_rates.accepts(rows, groups, thresholds, examples), CONFIDENCE)
-    scores = class_rates.genuine_groups(rows, groups, examples, seed, bursts)
-    return _Measure(
-        rates, class_rates.true_accepts(scores, thresholds), log_ratio(rates.far, scores, thresholds, len(groups))
-    )
-
-
-def log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classes: int) -> LogRatio:
+def _log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classes: int) -> LogRatio:
     """Each class weighs the same, and every query is compared with its own class and all others.
 
     Knots: quantiles of both kinds of scores, of impostors no rarer than so many classes can show; beyond, the slope is
@@ -293,19 +211,17 @@ def log_ratio(far: Floats, scores: Sequence[Floats], thresholds: Floats, classes
     return likelihood.fit(middle, same * classes, np.maximum(other, 0) * classes, apart)  # a class is one observation
 
 
-def _error(
-    rows: NDArray[np.float32], groups: Groups, thresholds: Floats, seed: int, bursts: NDArray[np.int64] | None
-) -> float:
+def _error(rows: NDArray[np.float32], groups: Groups, thresholds: Floats, bursts: NDArray[np.int64] | None) -> float:
     """Expected error of P(same) on the half of the classes that it was not fitted on, both kinds weighing the same."""
     half = len(groups) // 2
     fitted, judged = groups[:half], groups[half:]
     far = class_rates.accepts(rows, fitted, thresholds).sum(1) / (2 * half * (half - 1))
-    ratio = log_ratio(far, class_rates.genuine_groups(rows, fitted, 1, seed, bursts), thresholds, half)
+    ratio = _log_ratio(far, class_rates.genuine_groups(rows, fitted, bursts), thresholds, half)
     edges = np.concatenate([[-1.0], thresholds, [1.0]])
     chance = results.sigmoid(ratio.at((edges[1:] + edges[:-1]) / 2))
     count = len(judged)
     strange = class_rates.accepts(rows, judged, thresholds).sum(1) / (2 * count * (count - 1))
     other = -np.diff(np.concatenate([[1.0], strange, [0.0]]))
-    tar = class_rates.true_accepts(class_rates.genuine_groups(rows, judged, 1, seed, bursts), thresholds).mean(0)
+    tar = class_rates.true_accepts(class_rates.genuine_groups(rows, judged, bursts), thresholds).mean(0)
     same = -np.diff(np.concatenate([[1.0], tar, [0.0]]))
     return score_calibration.expected_error(chance, same, other, 2)

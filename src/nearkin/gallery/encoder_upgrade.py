@@ -24,7 +24,7 @@ from nearkin.core import checks, toml
 from nearkin.core.errors import EncoderChanged
 from nearkin.data import groups
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
-from nearkin.gallery import bridge, bridge_note, bridge_scale, opening
+from nearkin.gallery import bridge, bridge_note, bridge_scale, calibration, opening
 from nearkin.gallery.bridge_note import KEY, MARK, Bridges
 from nearkin.gallery.gallery import Gallery
 from nearkin.gallery.items import Encoding, encode_items, encoder_info, hash_items
@@ -118,9 +118,9 @@ def upgrade(
         bridges = bridge_note.load(store, facts)
         bridged = 0 if bridges is None else sum(store.encoders().values())
         summary, why = ({}, "") if bridges is None else (bridges.summary, bridges.why)
-    if not bridged and facts.run is not None and is_encoder_name(facts.run):
-        with Gallery.open(place, run, device=device, timeout=timeout) as gallery:
-            why = gallery.calibrate_if_changed()
+    with Gallery.open(place, run, device=device, timeout=timeout) as gallery:
+        note = gallery.calibrate_if_changed()
+    why = why or note
     return Upgraded(pairs, summary, kept, renewed, facts.rows, bridged, why)
 
 
@@ -309,7 +309,7 @@ def _bridge(
         "rows": _table(pairs, mapped, held, codes if by_class else None),
         "from": facts.run,
     }
-    calibrated, why = _calibration(encoding, pairs, mapped, held, by_class, val, chosen.bridge, scale)
+    calibrated, why = _calibration(encoding, pairs, held, by_class, val)
     earlier = bridge_note.load(store, facts)
     knots = {mark: _composed(scale, one) for mark, one in (earlier.scales if earlier is not None else {}).items()}
     if knots:
@@ -389,18 +389,15 @@ def _old_length(facts: Facts) -> int | None:
 def _calibration(
     encoding: Encoding,
     pairs: Pairs,
-    mapped: Floats,
     held: Any,
     by_class: bool,
     val: tuple[Pairs, set[str], list[str] | None] | None,
-    chosen: bridge.Bridge,
-    scale: bridge_scale.Scale,
 ) -> tuple[dict[str, Any] | None, str]:
-    """On classes that neither the bridge nor the new encoder has learned from; or None, and why."""
+    """Of pairs by the new encoder, on classes that it has not learned from; or None, and why."""
     try:
         if val is not None:
-            part = val[0]
-            return bridge_scale.measure_across(part.new, chosen(part.old), part.labels, scale, groups=val[2]), ""
+            _, codes = np.unique(np.array(val[0].labels, dtype=str), return_inverse=True)
+            return calibration.measure(torch.from_numpy(val[0].new), torch.from_numpy(codes), groups=val[2]), ""
         if encoding.info.frozen is None:
             return None, (
                 f"it needs the validation part of {encoding.info.shown}, also as that of the run before; the same "
@@ -409,8 +406,8 @@ def _calibration(
         labelled = np.array([label != "" for label in pairs.labels])[held]
         if not by_class or not labelled.any():
             return None, f"it needs several originals of {FEWEST_CLASSES} labels or more"
-        names = [label for label, use in zip(np.array(pairs.labels)[held], labelled, strict=True) if use]
-        return bridge_scale.measure_across(pairs.new[held][labelled], mapped[labelled], names, scale), ""
+        _, codes = np.unique(np.array(pairs.labels, dtype=str)[held][labelled], return_inverse=True)
+        return calibration.measure(torch.from_numpy(pairs.new[held][labelled]), torch.from_numpy(codes)), ""
     except ValueError as error:
         return None, str(error)
 

@@ -1,6 +1,5 @@
 """The gallery: enrol items under labels, then search, identify and verify."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,13 +10,27 @@ import numpy as np
 from nearkin.core import checks
 from nearkin.core.errors import EncoderChanged, MissingRow, StoreUnavailable
 from nearkin.data import decode as decoding
+from nearkin.evaluation.recognition import NEAREST
 from nearkin.evaluation.retrieval.rerank_settings import Rerank
-from nearkin.gallery import bridge_note, matched_parts, opening, own_calibration, results, shortlist, stored_as
+from nearkin.gallery import (
+    answers,
+    bridge_note,
+    matched_parts,
+    opening,
+    own_calibration,
+    recognition,
+    results,
+    shortlist,
+    stored_as,
+)
 from nearkin.gallery import items as item_inputs
+from nearkin.gallery.answers import Asked, Identity
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
+from nearkin.gallery.label_scores import LabelScorer
 from nearkin.gallery.matched_parts import Matched, RowPicture
 from nearkin.gallery.mixed_search import MixedRows, Searched
-from nearkin.gallery.results import Calibrator, Hit, Hits, Identity, Verification
+from nearkin.gallery.recognition import Recognition
+from nearkin.gallery.results import Calibrator, Hit, Hits, Verification, hit_of
 from nearkin.gallery.schema import (
     UNLABELLED,
     Facts,
@@ -27,8 +40,6 @@ from nearkin.gallery.schema import (
     check_label,
     metadata_json,
     parse_filter,
-    read_metadata,
-    row_encoder,
     shortened,
     unpack,
 )
@@ -43,7 +54,9 @@ VECTOR_BATCH = 4096  # per transaction
 LARGE_BATCH = 1 << 26  # bytes of vectors per transaction, of a gallery whose index is on the disk
 MOST_VECTORS = 131_072
 PICTURE_BATCH = 256  # per transaction: encoding them takes the time
-NEAREST = 50  # rows whose labels `identify` compares
+AT_ONCE = 1 << 22  # numbers of a gallery, from which its labels are learned within a second or two
+SAME_ITEM = 1 - 1e-6  # similarity from which on two embeddings are of one and the same item
+NOTHING_ENROLLED = "nothing is enrolled"
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -63,6 +76,8 @@ class Gallery:
     def __init__(self, store: Store, facts: Facts, encoding: Encoding | None) -> None:
         self._store, self._encoding = store, encoding
         self._calibrator: Calibrator | None = None
+        self._learned: Recognition | None = None
+        self._labels = LabelScorer(store)
         self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
         self._use(facts, encoding)
 
@@ -246,48 +261,62 @@ class Gallery:
                 rows = stored_as.nearest(self._rows, seen.vector, k, parsed, exact)
             else:
                 rows = shortlist.search(self._rows, seen.vector, k, parsed, method, self.dim)
-            hits = Hits(_hit(row, near) for row, near in rows)
+            hits = Hits(hit_of(row, near) for row, near in rows)
             if isinstance(rows, Neighbours):
                 hits.proved, hits.recall = rows.proved, rows.recall
             return hits
 
         return self._in_space(item, found)[1]
 
-    def identify(self, item: Any, *, far: float | None = None, filter: Mapping[str, Any] | None = None) -> Identity:
-        """The label of an item with a calibrated confidence, or unknown: no enrolled label is likelier.
+    def identify(
+        self,
+        item: Any,
+        *,
+        far: float | None = None,
+        filter: Mapping[str, Any] | None = None,
+        unknown_prior: float = answers.PRIOR,
+        sure: float = answers.SURE,
+        strict: bool = False,
+    ) -> Identity:
+        """Who an item is: the best candidate always, how probable it is, and a verdict: named, unsure or unknown.
 
-        far: the largest share of queries of classes that are not enrolled which may be taken for one that is (per
-        query, however many labels there are); refused where the calibration cannot guarantee it. By default the
-        likeliest answer is returned, and its `far` bounds that share. An item that is enrolled itself is always known.
-        Without a calibration the nearest label is returned with its similarity only, and `note` says so.
+        The label is named from the probability `sure` on. far: the share of strangers, queries of labels that are not
+        enrolled, that may be named: its threshold alone decides then, and the answer's `far` has the expected share and
+        its bound. strict: the bound must be within `far`, or that is refused. unknown_prior: the share of strangers
+        among the queries; it moves probabilities, not `far`. An item that is enrolled itself is always known. Without
+        probabilities (too few labels, or not calibrated) the candidates have similarities only, and `note` says why.
         """
-        return self.identify_with_hits(item, 0, far=far, filter=filter)[0]
+        asked = Asked(far, unknown_prior, sure, strict)
+        return self.identify_with_hits(item, 0, filter=filter, asked=asked)[0]
 
     def identify_with_hits(
-        self, item: Any, k: int, *, far: float | None = None, filter: Mapping[str, Any] | None = None
+        self, item: Any, k: int, *, filter: Mapping[str, Any] | None = None, asked: Asked | None = None
     ) -> tuple[Identity, list[Hit]]:
         """`identify` and the k hits of `search`, from one search."""
         checks.integer("k", k, 0)
+        asked = asked or Asked()
+        asked.check()
         parsed = parse_filter(filter)
         seen, neighbours = self._in_space(item, lambda seen: self._rows.nearest(seen.vector, max(NEAREST, k), parsed))
         neighbours = self._with_itself(neighbours, seen, parsed)
-        hits = [_hit(row, near) for row, near in neighbours]
+        hits = [hit_of(row, near) for row, near in neighbours]
         nearest = [hit for hit in hits[:NEAREST] if hit.label != UNLABELLED]
-        if hits and not nearest:
-            note = "none of the nearest items has a label, so there are only similarities"
-            return results.identify_unlabelled(hits[0], note, far)._replace(quality=seen.quality), hits[:k]
-        if self._calibrator is None:
-            answer = results.identify_uncalibrated(nearest, self._note, far)
+        learned, note = self._recognition()
+        if not nearest:
+            note = "none of the nearest items has a label, so there are only similarities" if hits else NOTHING_ENROLLED
+        if learned is None or not nearest:
+            answer = answers.without_probabilities(nearest, note, asked.far)
+            if answer.similarity is None and hits:
+                answer = answer._replace(similarity=hits[0].similarity)
             return answer._replace(quality=seen.quality), hits[:k]
-        only = None if parsed is None or parsed.labels is None else set(parsed.labels)
-        counts = self._store.counts_of(list({hit.label for hit in nearest} | (only or {UNLABELLED})))
-        if only is None:
-            sizes = Counter(self._store.label_sizes()) - Counter([counts.pop(UNLABELLED, 0)])
-        else:
-            sizes = Counter(counts.get(label, 1) for label in only - {UNLABELLED})
         same_id = next((row.id for row, _ in neighbours[:NEAREST] if row.content == seen.content), None)
-        answer = self._calibrator.identify(nearest, sizes, far, counts, same_id)
-        return answer._replace(quality=seen.quality), hits[:k]
+        same = {hit.label for hit in nearest if hit.id == same_id} or {
+            hit.label for hit in nearest if hit.similarity >= SAME_ITEM
+        }
+        itself = next(iter(same)) if len(same) == 1 else None
+        answer = self._labels.answer(self._rows, learned, seen.vector, nearest, parsed, asked, itself)
+        note = "; ".join(text for text in (answer.note, note) if text)
+        return answer._replace(quality=seen.quality, classes=learned.labels, note=note), hits[:k]
 
     def verify(self, a: Any, b: Any, *, far: float | None = None) -> Verification:
         """Whether two items are the same, how probable that is, and the FAR (per pair) of that decision.
@@ -322,7 +351,7 @@ class Gallery:
         rows = self._store.rows(_checked_ids(id))
         if id not in rows:
             raise MissingRow(id)
-        return _hit(rows[id], 1.0)
+        return hit_of(rows[id], 1.0)
 
     def thumbnail(self, id: int) -> bytes:
         """PNG or JPEG; empty where there is none."""
@@ -338,7 +367,7 @@ class Gallery:
     def rows(self) -> Iterator[tuple[Hit, np.ndarray[Any, np.dtype[np.float32]]]]:
         """Every undamaged row with its vector, by id."""
         for row in self._store.scan():
-            yield _hit(row, 1.0), unpack([row.vector], self.dim)[0]
+            yield hit_of(row, 1.0), unpack([row.vector], self.dim)[0]
 
     def labels(self) -> dict[str, int]:
         """Rows per label."""
@@ -495,26 +524,82 @@ class Gallery:
         """Answers by this calibration from now on; note: why there is none."""
         self._calibrator, self._note = calibrator, note
 
-    def calibrate(self) -> dict[str, Any]:
-        """Calibrates the gallery of a frozen encoder by its own labels, each judged by the others; see `stats`."""
-        return own_calibration.calibrate_gallery(self)
+    def calibrate(self, items: Any = None, labels: Sequence[str] | None = None) -> dict[str, Any]:
+        """Learns from the gallery's own labels what `identify` answers; and what `verify` needs of a frozen encoder.
+
+        items, labels: photographs of another day, under the labels that they have in the gallery, or others for
+        strangers. They are asked in place of the gallery's own rows, which resemble each other more than new ones do.
+        Returns what was learned, as JSON has it.
+        """
+        facts, asked = self._facts(), None
+        if items is not None:
+            seen = [one for one in self.see(items, unreadable=[]) if one is not None]
+            asked = (
+                np.stack([one.vector for one in seen]),
+                _per_item("labels", labels, len(seen), str),
+                [0] * len(seen),
+            )
+        bridges = bridge_note.load(self._store, facts)
+        of = "its own labels" if asked is None else f"{len(asked[1]):,} items of another day"
+        learned = recognition.learn_gallery(self._store, facts, None if bridges is None else bridges.scales, asked, of)
+        recognition.save(self._store, learned)
+        self._learned = learned
+        pairs = None
+        if facts.run is not None and is_encoder_name(facts.run) and bridges is None:
+            try:
+                pairs = own_calibration.measure_gallery(self, facts)
+            except ValueError:  # too few labels for pairs of them
+                pairs = None
+            self._calibrator, self._note = own_calibration.load(self._store, facts)
+        return recognition.described(learned) | {"pairs": pairs}
 
     @property
     def calibration_is_current(self) -> bool:
-        """Whether there is a calibration by the labels as they are now."""
-        facts = self._store.facts()
-        return facts is not None and own_calibration.is_current(self._store, facts)
+        """Whether the gallery has learned from its labels, less than a tenth of which have changed since."""
+        learned = recognition.load(self._store, self._facts())
+        return learned is not None and learned.changed(self._facts()) < recognition.CHANGED
 
     def calibrate_if_changed(self) -> str:
-        """`calibrate` where rows have changed since; returns why that could not be, or ""."""
+        """`calibrate` where a tenth of the rows have changed since; returns why that could not be, or ""."""
         if self.calibration_is_current:
             return ""
         try:
             self.calibrate()
         except ValueError as error:
-            self._calibrator, self._note = None, f"not calibrated, so there is only a similarity: {error}"
-            return self._note
+            return f"not calibrated, so there is only a similarity: {error}"
         return ""
+
+    def _recognition(self) -> tuple[Recognition | None, str]:
+        """What the gallery has learned of itself, and a sentence on what is wrong with it; learned at once where there
+        is nothing yet and that takes no time."""
+        facts = self._facts()
+        if self._encoding is not None and self._encoding.info.fingerprint != facts.fingerprint:
+            return None, f"the rows are of {facts.run}, {self._encoding.info.shown} is only compatible with it"
+        if self._learned is None or self._learned.key != recognition.made(self._store):
+            self._learned = recognition.load(self._store, facts)
+        share = 1.0 if self._learned is None else self._learned.changed(facts)
+        if share >= recognition.CHANGED and facts.rows * facts.dim <= AT_ONCE:
+            try:
+                self.calibrate()
+            except (ValueError, OSError, TimeoutError) as error:  # too few labels, or a gallery that cannot be written
+                return self._learned, f"not calibrated, so there are only similarities: {error}"
+            return self._learned, ""
+        if self._learned is None:
+            return (
+                None,
+                f"not calibrated, so there are only similarities: nearkin gallery calibrate {self._store.where}",
+            )
+        if share >= recognition.CHANGED:
+            return self._learned, (
+                f"{share:.0%} of the rows have changed since it was calibrated on {self._learned.date}: "
+                f"nearkin gallery calibrate {self._store.where}"
+            )
+        return self._learned, ""
+
+    def _facts(self) -> Facts:
+        facts = self._store.facts()
+        assert facts is not None
+        return facts
 
     def similarity_at(self, far: float) -> float:
         """The similarity from which on the calibration holds this false-accept rate per pair."""
@@ -552,11 +637,6 @@ class Gallery:
                 f"{self._store.where}: {self._encoding.info.shown} is compatible with the encoder of its rows: it can "
                 f"search them, not enrol among them"
             )
-
-
-def _hit(row: Row, similarity: float) -> Hit:
-    metadata, quality = read_metadata(row.metadata)
-    return Hit(row.id, row.label, similarity, row.name, metadata, quality, bool(row_encoder(row.metadata)))
 
 
 def _checked_ids(ids: Any) -> list[int]:

@@ -1,70 +1,57 @@
-"""The calibration of a gallery by its own labels, where its encoder is frozen: it has learned from none of them.
+"""The calibration of a gallery by pairs of its own rows, where its encoder is frozen: it has learned from no label.
 
-A label is judged by a calibration without it (`calibration.measure_left_out`). What a similarity means depends on the
-pictures, so the calibration belongs to the gallery and not to the encoder. It can be made again, and is kept in a file
-beside a gallery that is a file, in the cache for one in PostgreSQL.
+What a similarity means depends on the pictures, so the calibration belongs to the gallery and not to the encoder: it is
+a note of its store.
 """
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from nearkin.core import files
-from nearkin.core.paths import cache_dir
 from nearkin.core.versions import version_of
 from nearkin.gallery import calibration, results
 from nearkin.gallery.results import Calibrator
 from nearkin.gallery.schema import UNLABELLED, Facts
 from nearkin.gallery.stores import Store
-from nearkin.models.frozen import is_encoder_name
 
 if TYPE_CHECKING:
     from nearkin.gallery.gallery import Gallery
 
-__all__ = ["calibrate_gallery", "calibration_path", "is_current", "load"]
+__all__ = ["KEY", "is_current", "load", "measure_gallery"]
 
-ENDING = ".calibration.json"
-
-
-def calibration_path(store: Store, facts: Facts) -> Path:
-    if store.kind == "sqlite":
-        return Path(store.where + ENDING)
-    return cache_dir() / "calibrations" / f"{facts.gallery}{ENDING}"
+KEY = "calibration"
 
 
 def load(store: Store, facts: Facts) -> tuple[Calibrator | None, str]:
     """The calibration of a gallery; or None, and a sentence that says why."""
-    again = f"nearkin gallery calibrate {store.where}"
-    path = calibration_path(store, facts)
-    missing = "the gallery is not calibrated, so there is only a similarity; nearkin gallery calibrate G does it"
-    return results.read_calibration(path, facts.fingerprint or "", again, missing)
+    text, again = store.note(KEY), f"nearkin gallery calibrate {store.where}"
+    if not text:
+        return None, "the gallery is not calibrated, so there is only a similarity; nearkin gallery calibrate G does it"
+    try:
+        plain = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{store.where}: its calibration is damaged ({error}); {again} makes it again") from None
+    return results.parse_calibration(plain, f"the calibration of {store.where}", facts.fingerprint or "", again)
 
 
 def is_current(store: Store, facts: Facts) -> bool:
     """Whether there is a calibration of the rows as they are now."""
     try:
-        plain = files.read_json(calibration_path(store, facts))
-        return bool(plain.get("state") == _state(facts) and load(store, facts)[0] is not None)
-    except (OSError, ValueError):
+        plain = json.loads(store.note(KEY) or "null")
+        return bool(plain and plain.get("state") == _state(facts) and load(store, facts)[0] is not None)
+    except ValueError:
         return False
 
 
-def calibrate_gallery(gallery: "Gallery") -> dict[str, Any]:
-    """Measures a gallery by its own labels and writes what was measured; from now on `gallery` answers by it."""
+def measure_gallery(gallery: "Gallery", facts: Facts) -> dict[str, Any]:
+    """Measures pairs of a gallery's own rows, and keeps what was measured."""
     store = gallery._store
-    facts = store.facts()
-    assert facts is not None
-    if facts.run is None or not is_encoder_name(facts.run):
-        run = facts.run or "RUN"
-        raise ValueError(
-            f"{store.where}: only a gallery of a frozen encoder is calibrated by its own labels, which {run} may have "
-            f"learned from; calibrate the run: nearkin gallery calibrate {run}"
-        )
     vectors, labels = _sample(gallery)
-    plain = calibration.measure_left_out(torch.from_numpy(vectors), labels) | {
+    _, codes = np.unique(np.array(labels, dtype=str), return_inverse=True)
+    plain = calibration.measure(torch.from_numpy(vectors), torch.from_numpy(codes)) | {
         "format": results.FORMAT,
         "nearkin": version_of("nearkin"),
         "encoder": facts.fingerprint,
@@ -73,11 +60,8 @@ def calibrate_gallery(gallery: "Gallery") -> dict[str, Any]:
         "state": _state(facts),
     }
     plain[results.CHECKSUM] = files.digest(plain)
-    path = calibration_path(store, facts)
-    with files.explained(f"{path}", "make room, or let it be written there"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(path, json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
-    gallery.use_calibration(*load(store, facts))
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    store.edit(KEY, lambda _, labels_of: ({}, text))
     return plain
 
 

@@ -1,7 +1,7 @@
 """False-accept rates (FAR) on unseen classes: the class, not the pair, is the unit of sampling.
 
-F(a, b; t) is the share of items of class a whose similarity to an item of class b reaches t; with `examples` = m, to
-the nearest of m items of b. The FAR on new classes is the mean over all pairs of classes, and two pairs that share a
+F(a, b; t) is the share of pairs of an item of class a and one of class b whose similarity reaches t. The FAR on new
+classes is the mean over all pairs of classes, and two pairs that share a
 class are not independent. Its variance is therefore that of leaving out one class at a time (jackknife; Efron, Stein
 1981: on average no smaller than the true one). The few classes that are confused make the rate skewed, as rare events
 do, and the bound is a gamma quantile (Fay, Feuer 1997) that assumes one more event: a pair of classes confused in every
@@ -10,7 +10,7 @@ three over the pairs of classes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +21,8 @@ from nearkin.evaluation.arrays import Counts, Ends, Floats
 from nearkin.evaluation.statistics import binomial
 
 __all__ = [
-    "Against", "Rates", "accepts", "accepts_by_part", "classes_needed", "genuine_groups", "impostor_rates",
-    "mean_interval", "most_others", "others_of", "smallest_far", "true_accepts",
+    "Rates", "accepts", "classes_needed", "gamma_quantile", "genuine_groups", "impostor_rates", "mean_interval",
+    "most_others", "others_of", "smallest_far", "true_accepts",
 ]  # fmt: skip
 
 Groups = Sequence[Counts]  # the rows of each class
@@ -40,17 +40,6 @@ class Rates(NamedTuple):
     bound: Floats
 
 
-class Against(NamedTuple):
-    """References other than the queries' own rows: `rows` of the same items, and the score of a cosine by reference."""
-
-    rows: NDArray[np.float32]
-    score: Callable[[NDArray[np.float32], Counts], NDArray[np.float32]]
-
-    def near(self, queries: NDArray[np.float32], references: Counts) -> NDArray[np.float32]:
-        """(q, r) scores of queries (q, D) and the rows of these references."""
-        return self.score(queries @ self.rows[references].T, references)
-
-
 def impostor_rates(sums: Floats, confidence: float = 0.95) -> Rates:
     """The false-accept rates of the sums (T, C) of `accepts`."""
     count = sums.shape[1]
@@ -61,11 +50,11 @@ def impostor_rates(sums: Floats, confidence: float = 0.95) -> Rates:
     event = np.maximum(2.0, sums.max(1)) / pairs
     with_event = far + event, variance + event**2
     two_sided = (1 - confidence) / 2
-    bound = np.minimum(_gamma(confidence, *with_event), 1.0)
+    bound = np.minimum(gamma_quantile(confidence, *with_event), 1.0)
     return Rates(
         far,
-        _gamma(two_sided, far, variance),
-        np.minimum(_gamma(1 - two_sided, *with_event), 1.0),
+        gamma_quantile(two_sided, far, variance),
+        np.minimum(gamma_quantile(1 - two_sided, *with_event), 1.0),
         np.maximum.accumulate(bound[::-1])[::-1],
     )
 
@@ -81,46 +70,23 @@ def classes_needed(far: float, confidence: float = 0.95) -> int:
     return math.ceil((1 + math.sqrt(1 + 8 * pairs)) / 2 - 1e-9)
 
 
-def accepts(
-    rows: NDArray[np.float32], groups: Groups, thresholds: Floats, examples: int = 1, against: Against | None = None
-) -> Floats:
+def accepts(rows: NDArray[np.float32], groups: Groups, thresholds: Floats) -> Floats:
     """(T, C): the sum of F(a, b; t) over all ordered pairs that contain class c. rows have length 1.
 
-    Every group needs at least `examples` items. Each item is a query; the references are disjoint sets of `examples`
-    items, as many as a class has in full. Memory: items of a class times all items.
+    Each item is a query. Memory: items of a class times all items.
     """
-    return accepts_by_part(rows, groups, thresholds, np.zeros(len(groups), np.int64), examples, against)[..., 0]
-
-
-def accepts_by_part(
-    rows: NDArray[np.float32],
-    groups: Groups,
-    thresholds: Floats,
-    parts: Counts,
-    examples: int = 1,
-    against: Against | None = None,
-) -> Floats:
-    """(T, C, P): `accepts` divided by the part, of `parts` (C,), that the other class of a pair is in.
-
-    Without part p, `accepts` of the classes that are left is the sum over all parts but p.
-    """
-    sets = [group[: len(group) // examples * examples] for group in groups]
-    members = np.concatenate(sets)
-    references = rows[members].T
-    owner = np.repeat(np.arange(len(groups)), [len(items) // examples for items in sets])
-    number = np.bincount(owner)
+    references = rows[np.concatenate(groups)].T
+    number = np.array([len(group) for group in groups])
+    owner = np.repeat(np.arange(len(groups)), number)
     bins = len(thresholds) + 1
-    member = np.eye(int(parts.max()) + 1)[parts]  # (C, P)
-    sums = np.zeros((len(thresholds), *member.shape))
+    sums = np.zeros((len(thresholds), len(groups)))
     for a, group in enumerate(groups):
-        scores = rows[group] @ references if against is None else against.near(rows[group], members)
-        near = scores.reshape(len(group), -1, examples).max(2)
-        reached = np.searchsorted(thresholds, near, side="right") + owner * bins
+        reached = np.searchsorted(thresholds, rows[group] @ references, side="right") + owner * bins
         counts = np.bincount(reached.ravel(), minlength=len(groups) * bins).reshape(len(groups), bins)
         rate = counts[:, :0:-1].cumsum(1)[:, ::-1] / (len(group) * number)[:, None]  # (C, T)
         rate[a] = 0
-        sums[:, :, parts[a]] += rate.T
-        sums[:, a] += rate.T @ member
+        sums[:, a] += rate.sum(0)
+        sums += rate.T
     return sums
 
 
@@ -137,25 +103,15 @@ def most_others(group: Counts, bursts: Counts | None) -> int:
     return len(group) - int(np.unique(bursts[group], return_counts=True)[1].min())
 
 
-def genuine_groups(
-    rows: NDArray[np.float32],
-    groups: Groups,
-    examples: int,
-    seed: int,
-    bursts: Counts | None = None,
-    against: Against | None = None,
-) -> list[Floats]:
-    """Per class, the similarities of its items to the nearest of `examples` others, of which there must be enough.
+def genuine_groups(rows: NDArray[np.float32], groups: Groups, bursts: Counts | None = None) -> list[Floats]:
+    """Per class, the similarities of its items to each of its others, of which there must be one.
 
     bursts: of the rows; items of one class and burst are not compared.
     """
-    draw, result = np.random.default_rng([seed, examples]), []
+    result = []
     for group in groups:
-        near = rows[group] @ rows[group].T if against is None else against.near(rows[group], group)
-        scores = []
-        for item in range(len(group)):
-            others = draw.permutation(near[item][others_of(group, item, bursts)])
-            scores.append(others[: len(others) // examples * examples].reshape(-1, examples).max(1))
+        near = rows[group] @ rows[group].T
+        scores = [near[item][others_of(group, item, bursts)] for item in range(len(group))]
         result.append(np.concatenate(scores).astype(np.float64))
     return result
 
@@ -177,7 +133,7 @@ def mean_interval(shares: Floats, confidence: float = 0.95) -> Ends:
     return low, binomial.binomial(math.ceil(rate * trials - 1e-9), trials, confidence)[1]
 
 
-def _gamma(level: float, mean: Floats, variance: Floats) -> Floats:
+def gamma_quantile(level: float, mean: Floats, variance: Floats) -> Floats:
     """The quantile of the gamma distribution of this mean and variance, by bisection; the mean where nothing varies."""
     fixed = (mean <= 0) | (variance <= 0)
     shape = torch.from_numpy(np.where(fixed, 1.0, mean**2 / np.where(fixed, 1.0, variance)))

@@ -23,6 +23,7 @@ from nearkin.gallery.schema import (
     note_checksum,
     thumbnail_checksum,
 )
+from nearkin.gallery.stores.label_table import LabelTable, Project
 
 __all__ = ["Added", "Decide", "IdArray", "Loader", "Neighbours", "Report", "RowBatch", "Snapshot", "Store", "SumArray"]
 __all__ += ["Rewrite", "check_encoder"]
@@ -207,6 +208,10 @@ class Store(Protocol):
 
     def label_sizes(self) -> dict[int, int]:
         """How many labels have 1, 2, … rows."""
+
+    def label_table(self, key: str, project: Project) -> LabelTable | None:
+        """The sums of every label's rows in the coordinates of `project`, which `key` names; None where rows are on a
+        server or on the disk, or more than an exact search reads."""
 
     def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
         """Rows of these labels."""

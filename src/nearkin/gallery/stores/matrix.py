@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nearkin.evaluation.retrieval.knn import kth_floor
 from nearkin.gallery.schema import Floats
+from nearkin.gallery.stores.label_table import LabelTable, Project, RowSums
 
 __all__ = ["BLOCK", "Ids", "Mask", "Matrix", "has_int8_matmul", "isin", "one_thread", "round_rows", "similarities"]
 
@@ -56,6 +57,7 @@ class Matrix:
         self.alive: Mask = np.empty(0, bool)
         self.labels: dict[str, int] = {}  # code by label
         self.label_counts: Ids = np.empty(0, np.int64)  # rows per code, with room for more codes
+        self._row_sums: RowSums | None = None
         self._rounded = torch.empty(0, dim, dtype=torch.int8)
         self._scales = torch.empty(0)
         self._error = 0.0  # the largest |x - x'|
@@ -93,17 +95,22 @@ class Matrix:
             self.removed += 1
             self.alive[at] = False
             self._count_labels(self.label_codes[at : at + 1], -1)
+            self._add_sums(at, -1)
 
     def relabel(self, id: int, label: str) -> None:
         if (at := self.position(id)) is not None:
             self._count_labels(self.label_codes[at : at + 1], -1)
+            self._add_sums(at, -1)
             self.label_codes[at] = self.labels.setdefault(label, len(self.labels))
             self._count_labels(self.label_codes[at : at + 1], 1)
+            self._add_sums(at, 1)
 
     def replace(self, at: int, vector: Floats) -> None:
         """Another vector (1, D) at a position."""
         rounded, scale, error = round_rows(vector)
+        self._add_sums(at, -1)
         self.rows[at : at + 1] = vector
+        self._add_sums(at, 1)
         self._rounded[at : at + 1], self._scales[at : at + 1] = torch.from_numpy(rounded), torch.from_numpy(scale)
         self._error = max(self._error, float(error.max()))
 
@@ -116,11 +123,29 @@ class Matrix:
     def compact(self) -> None:
         """Closes the holes of removed rows."""
         alive = np.flatnonzero(self.alive[: self.count])
+        if self._row_sums is not None:
+            self._row_sums.done = int(np.searchsorted(alive, self._row_sums.done))
         for name in ("rows", "ids", "label_codes"):
             setattr(self, name, getattr(self, name)[alive])
         positions = torch.from_numpy(alive)
         self._rounded, self._scales = self._rounded[positions], self._scales[positions]
         self.alive, self.count, self.removed = np.ones(len(alive), bool), len(alive), 0
+
+    def label_table(self, key: str, project: Project) -> LabelTable:
+        """The sums of each label's rows in the coordinates of `project`, named by `key`; only new rows are projected."""
+        if self._row_sums is None or self._row_sums.key != key:
+            self._row_sums = RowSums(key, project)
+        sums = self._row_sums
+        new = np.flatnonzero(self.alive[sums.done : self.count]) + sums.done
+        for start in range(0, len(new), BLOCK):
+            some = new[start : start + BLOCK]
+            sums.add(self.rows[some], self.label_codes[some])
+        sums.done = self.count
+        return sums.table(self.labels, self.label_counts)
+
+    def _add_sums(self, at: int, sign: int) -> None:
+        if self._row_sums is not None and at < self._row_sums.done:
+            self._row_sums.add(self.rows[at : at + 1], self.label_codes[at : at + 1], sign)
 
     def has_label(self, labels: Sequence[str]) -> Mask:
         """Which positions have one of these labels."""

@@ -31,6 +31,7 @@ from nearkin.gallery.stores import (
     postgres_rewrite,
     warn_damaged,
 )
+from nearkin.gallery.stores.label_table import Project
 from nearkin.gallery.stores.postgres_connection import Connections, bigint_bytes, vector_bytes
 from nearkin.gallery.stores.postgres_search import COLUMNS, Read, Search, Statement, by_cursor, read_rows
 
@@ -282,6 +283,9 @@ class PostgresStore:
             return dict(cursor.execute(query, (list(self.damaged),)).fetchall())
 
     @_again
+    def label_table(self, key: str, project: Project) -> None:
+        """Rows are on the server."""
+
     def label_sizes(self) -> dict[int, int]:
         copies, known = self._facts_read
         counted = known is not None and self._label_sizes[0] == self._label_state(known)

@@ -29,6 +29,8 @@ from nearkin.gallery.stores import (
     sqlite_rewrite,
 )
 from nearkin.gallery.stores.disk_index import DiskIndex
+from nearkin.gallery.stores.hnsw import EXACT
+from nearkin.gallery.stores.label_table import LabelTable, Project
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import MemoryIndex
 
@@ -252,6 +254,12 @@ class SqliteStore:
     def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
         with self._refreshed() as (_, rows):
             return rows.counts_of(labels)
+
+    def label_table(self, key: str, project: Project) -> LabelTable | None:
+        with self._refreshed() as (_, rows):
+            if isinstance(rows, DiskIndex) or rows.count - rows.removed > EXACT:
+                return None
+            return rows.label_table(key, project)
 
     @contextmanager
     def _refreshed(self) -> Iterator[tuple[Any, Matrix | DiskIndex]]:

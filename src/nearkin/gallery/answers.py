@@ -1,0 +1,169 @@
+"""Who is this: the best candidate always, how surely, and whether that is sure enough to name it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from nearkin.core import checks
+from nearkin.evaluation.recognition import NONE, NOTHING, RIGHT, Answers, Far, softmax
+from nearkin.gallery.results import Hit
+
+__all__ = ["PRIOR", "SURE", "Asked", "Candidate", "FarStatement", "Identity", "compose", "without_probabilities"]
+
+PRIOR = 0.3  # of the queries are of nobody in the gallery, unless the caller knows better
+SURE = 0.7  # probability from which on a label is named, or a query called unknown
+SAME = 1e-6  # probability that an enrolled item is another one
+
+
+class Candidate(NamedTuple):
+    """A label with its nearest row. confidence: the probability of this label; None where there is none."""
+
+    label: str
+    similarity: float
+    confidence: float | None
+    id: int
+
+
+class FarStatement(NamedTuple):
+    """The false-accept rate per query. asked: the rate. expected: the share of strangers that are expected to be named;
+    at_most: its bound, with 95 % confidence if strangers are like the gallery's labels. classes: behind both. proven:
+    whether so many labels can show the rate at all."""
+
+    asked: float
+    expected: float
+    at_most: float
+    classes: int
+    proven: bool
+
+
+class Identity(NamedTuple):
+    """Who a query is. verdict: "named", "unsure" or "unknown". label: None unless it is named; the best candidate is
+    `candidates[0]` whatever the verdict. p_right: that the best candidate is right; p_unknown: that no label of the
+    gallery is; the rest: that another label is. confidence: that of a named label, else p_unknown.
+
+    similarity: of the best candidate's nearest row. score: log P(right) / P(unknown) at even prior; with `far` the
+    label is named where it is above `threshold`. prior: the share of strangers that the probabilities assume. classes:
+    labels that the gallery has learned from. note: what is missing for a full answer, one sentence, or "". quality: of
+    the query, as of a `Hit`. Probabilities are None where the gallery has learned nothing yet.
+    """
+
+    label: str | None
+    confidence: float | None
+    similarity: float | None
+    threshold: float | None
+    far: FarStatement | None
+    candidates: list[Candidate]
+    note: str
+    classes: int | None = None
+    quality: float | None = None
+    verdict: str = "unsure"
+    p_right: float | None = None
+    p_unknown: float | None = None
+    score: float | None = None
+    prior: float | None = None
+
+    @property
+    def unknown(self) -> bool:
+        """Whether no label is named."""
+        return self.label is None
+
+
+class Asked(NamedTuple):
+    """What a caller wants to know. far: the share of strangers that may be named; strict: as a bound, or refused.
+    unknown_prior: the share of strangers among the queries. sure: the probability that names a label."""
+
+    far: float | None = None
+    unknown_prior: float = PRIOR
+    sure: float = SURE
+    strict: bool = False
+
+    def check(self) -> None:
+        if self.far is not None:
+            checks.between("far", self.far, 0, 1)
+        checks.between("unknown_prior", self.unknown_prior, 0, 1)
+        if not 0.5 <= self.sure < 1:
+            raise ValueError(f"sure must be at least 0.5 and below 1, got {self.sure:g}")
+        if self.strict and self.far is None:
+            raise ValueError("strict needs far, the rate that must not be exceeded")
+
+
+def compose(
+    answers: Answers, labels: Sequence[str], hits: Sequence[Hit], far: Far, asked: Asked, itself: str | None
+) -> Identity:
+    """The answer to one query. labels: by their numbers in `answers`. hits: labelled, nearest first, with one of the
+    best label. itself: the label of this very item, where it is enrolled."""
+    nearest: dict[str, Hit] = {}
+    for hit in hits:
+        nearest.setdefault(hit.label, hit)
+    right, none = float(answers.shares[0, RIGHT]), float(answers.shares[0, NONE])
+    scores, best = answers.scores[0].copy(), int(answers.best[0])
+    scores[best] = -np.inf
+    others = softmax(scores[None])[0] if (scores > NOTHING).any() else np.zeros_like(scores)
+    number = {label: i for i, label in enumerate(labels)}
+    probability = {label: (1 - right - none) * float(others[number[label]]) for label in nearest if label in number}
+    probability[labels[best]] = right
+    if itself is not None:
+        right, none = 1 - SAME, SAME / 2
+        probability = {label: SAME / 2 * p for label, p in probability.items()} | {itself: right}
+    first = labels[best] if itself is None else itself
+    order = sorted(
+        nearest, key=lambda label: (label != first, -probability.get(label, 0.0), -nearest[label].similarity)
+    )
+    candidates = [
+        Candidate(label, nearest[label].similarity, probability.get(label, 0.0), nearest[label].id) for label in order
+    ]
+    score = float(answers.score[0])
+    if asked.far is None:
+        verdict = "named" if right >= asked.sure else "unknown" if none >= asked.sure else "unsure"
+        threshold, statement, note = None, None, ""
+    else:
+        threshold, statement, note = _threshold(far, asked.far, asked.strict)
+        verdict = "named" if score > threshold or itself is not None else "unknown"
+    named = verdict == "named"
+    return Identity(
+        first if named else None,
+        right if named else none,
+        candidates[0].similarity,
+        threshold,
+        statement,
+        candidates,
+        note,
+        verdict=verdict,
+        p_right=right,
+        p_unknown=none,
+        score=score,
+        prior=asked.unknown_prior,
+    )
+
+
+def _threshold(far: Far, asked: float, strict: bool) -> tuple[float, FarStatement, str]:
+    """The smallest score whose expected rate, or bound where it is strict, is within the asked one."""
+    rates = far.at_most if strict else far.expected
+    within = np.flatnonzero(rates <= asked)
+    at = int(within[0]) if len(within) else len(rates) - 1
+    proven, note = bool(len(within)), ""
+    least = f"{far.classes:,} labels can show {_percent(float(rates[-1]))} at the least; you asked {_percent(asked)}"
+    if not proven and strict:
+        raise ValueError(
+            f"far must be a rate that the labels can bound: {least}; ask without strict for an expectation"
+        )
+    if not proven:
+        note = f"not proven: {least}"
+    statement = FarStatement(asked, float(far.expected[at]), float(far.at_most[at]), far.classes, proven)
+    return float(far.score[at]), statement, note
+
+
+def _percent(rate: float) -> str:
+    return f"{100 * rate:.2g} %"
+
+
+def without_probabilities(hits: Sequence[Hit], note: str, far: float | None) -> Identity:
+    """The nearest labels with their similarities alone."""
+    if far is not None:
+        raise ValueError(f"far needs a gallery that has learned from its labels: {note}")
+    nearest: dict[str, Hit] = {}
+    for hit in hits:
+        nearest.setdefault(hit.label, hit)
+    candidates = [Candidate(hit.label, hit.similarity, None, hit.id) for hit in nearest.values()]
+    return Identity(None, None, candidates[0].similarity if candidates else None, None, None, candidates, note)
