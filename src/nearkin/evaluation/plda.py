@@ -12,7 +12,7 @@ two classes do. Unlike a mean cosine this counts items: the means of two large g
 difference between them tells two classes apart.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -146,7 +146,7 @@ def _fitted(rows: Floats, labels: Counts, shrink: float) -> PLDA:
     return PLDA(mean, basis[:, chosen], ratios[chosen], 1.0, [])
 
 
-def evidence(between: Floats, counts: NDArray[np.generic], sums: Floats) -> Floats:
+def evidence(between: Floats, counts: NDArray[Any], sums: Floats) -> Floats:
     """E(n, s) of groups (G,): counts (G,), sums (G, K)."""
     scale = 1 + np.outer(counts, between)
     return np.asarray((between * sums**2 / scale - np.log(scale)).sum(1) / 2)

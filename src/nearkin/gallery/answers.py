@@ -7,9 +7,9 @@ import numpy as np
 
 from nearkin.core import checks
 from nearkin.evaluation.recognition import NONE, NOTHING, RIGHT, Answers, Far, softmax
-from nearkin.gallery.results import Hit
+from nearkin.gallery.results import Calibrator, Hit
 
-__all__ = ["PRIOR", "SURE", "Asked", "Candidate", "FarStatement", "Identity", "compose", "without_probabilities"]
+__all__ = ["PRIOR", "SURE", "Asked", "Candidate", "FarStatement", "Identity", "by_pairs", "compose"]
 
 PRIOR = 0.3  # of the queries are of nobody in the gallery, unless the caller knows better
 SURE = 0.7  # probability from which on a label is named, or a query called unknown
@@ -115,7 +115,7 @@ def compose(
     ]
     score = float(answers.score[0])
     if asked.far is None:
-        verdict = "named" if right >= asked.sure else "unknown" if none >= asked.sure else "unsure"
+        verdict = _verdict(right, none, asked.sure)
         threshold, statement, note = None, None, ""
     else:
         threshold, statement, note = _threshold(far, asked.far, asked.strict)
@@ -135,6 +135,10 @@ def compose(
         score=score,
         prior=asked.unknown_prior,
     )
+
+
+def _verdict(right: float, none: float, sure: float) -> str:
+    return "named" if right >= sure else "unknown" if none >= sure else "unsure"
 
 
 def _threshold(far: Far, asked: float, strict: bool) -> tuple[float, FarStatement, str]:
@@ -158,12 +162,44 @@ def _percent(rate: float) -> str:
     return f"{100 * rate:.2g} %"
 
 
-def without_probabilities(hits: Sequence[Hit], note: str, far: float | None) -> Identity:
-    """The nearest labels with their similarities alone."""
-    if far is not None:
+def by_pairs(
+    hits: Sequence[Hit], note: str, asked: Asked, calibrator: Calibrator | None, itself: str | None
+) -> Identity:
+    """The answer of a gallery that has learned nothing of its labels: the nearest of each, by what a calibration of
+    pairs makes of the similarities, where there is one. note: why it has not."""
+    if asked.far is not None:
         raise ValueError(f"far needs a gallery that has learned from its labels: {note}")
     nearest: dict[str, Hit] = {}
     for hit in hits:
         nearest.setdefault(hit.label, hit)
-    candidates = [Candidate(hit.label, hit.similarity, None, hit.id) for hit in nearest.values()]
-    return Identity(None, None, candidates[0].similarity if candidates else None, None, None, candidates, note)
+    if not nearest:
+        return Identity(None, None, None, None, None, [], note)
+    labels, shares, none = list(nearest), None, None
+    if itself is not None:
+        none, shares = SAME / 2, [1 - SAME if label == itself else 0.0 for label in labels]
+    elif calibrator is not None:  # each label equally probable beforehand
+        ratios = np.exp([min(calibrator.log_ratio(nearest[label].similarity), 600.0) for label in labels])
+        weights = (1 - asked.unknown_prior) / len(labels) * ratios
+        none = asked.unknown_prior / float(weights.sum() + asked.unknown_prior)
+        shares = (weights / (weights.sum() + asked.unknown_prior)).tolist()
+    order = sorted(range(len(labels)), key=lambda i: (-(shares[i] if shares else 0.0), -nearest[labels[i]].similarity))
+    candidates = [
+        Candidate(labels[i], nearest[labels[i]].similarity, shares[i] if shares else None, nearest[labels[i]].id)
+        for i in order
+    ]
+    first = candidates[0]
+    verdict = "unsure" if none is None else _verdict(first.confidence or 0.0, none, asked.sure)
+    named = verdict == "named"
+    return Identity(
+        first.label if named else None,
+        first.confidence if named else none,
+        first.similarity,
+        None,
+        None,
+        candidates,
+        note,
+        verdict=verdict,
+        p_right=first.confidence,
+        p_unknown=none,
+        prior=None if none is None else asked.unknown_prior,
+    )

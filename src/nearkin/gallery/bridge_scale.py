@@ -25,7 +25,7 @@ class Scale(NamedTuple):
     cosine: tuple[float, ...]
     similarity: tuple[float, ...]
 
-    def __call__(self, cosine: NDArray[Any]) -> NDArray[Any]:
+    def __call__(self, cosine: Any) -> NDArray[Any]:
         """Strictly ascending, so that the order among bridged rows stays."""
         return np.asarray(np.interp(cosine, self.cosine, self.similarity), cosine.dtype)
 

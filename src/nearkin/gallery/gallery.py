@@ -304,16 +304,16 @@ class Gallery:
         learned, note = self._recognition()
         if not nearest:
             note = "none of the nearest items has a label, so there are only similarities" if hits else NOTHING_ENROLLED
-        if learned is None or not nearest:
-            answer = answers.without_probabilities(nearest, note, asked.far)
-            if answer.similarity is None and hits:
-                answer = answer._replace(similarity=hits[0].similarity)
-            return answer._replace(quality=seen.quality), hits[:k]
         same_id = next((row.id for row, _ in neighbours[:NEAREST] if row.content == seen.content), None)
         same = {hit.label for hit in nearest if hit.id == same_id} or {
             hit.label for hit in nearest if hit.similarity >= SAME_ITEM
         }
         itself = next(iter(same)) if len(same) == 1 else None
+        if learned is None or not nearest:
+            answer = answers.by_pairs(nearest, note, asked, self._calibrator, itself)
+            if answer.similarity is None and hits:
+                answer = answer._replace(similarity=hits[0].similarity)
+            return answer._replace(quality=seen.quality), hits[:k]
         answer = self._labels.answer(self._rows, learned, seen.vector, nearest, parsed, asked, itself)
         note = "; ".join(text for text in (answer.note, note) if text)
         return answer._replace(quality=seen.quality, classes=learned.labels, note=note), hits[:k]
@@ -566,7 +566,7 @@ class Gallery:
         try:
             self.calibrate()
         except ValueError as error:
-            return f"not calibrated, so there is only a similarity: {error}"
+            return f"nothing is learned from its labels: {error}"
         return ""
 
     def _recognition(self) -> tuple[Recognition | None, str]:
@@ -582,7 +582,7 @@ class Gallery:
             try:
                 self.calibrate()
             except (ValueError, OSError, TimeoutError) as error:  # too few labels, or a gallery that cannot be written
-                return self._learned, f"not calibrated, so there are only similarities: {error}"
+                return self._learned, f"nothing is learned from its labels yet: {error}"
             return self._learned, ""
         if self._learned is None:
             return (

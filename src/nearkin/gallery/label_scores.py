@@ -12,7 +12,8 @@ from nearkin.gallery.mixed_search import Searched
 from nearkin.gallery.recognition import Recognition
 from nearkin.gallery.results import Hit, hit_of
 from nearkin.gallery.schema import UNLABELLED, Filter, Floats, unpack
-from nearkin.gallery.stores import LabelTable, Store
+from nearkin.gallery.stores import Store
+from nearkin.gallery.stores.label_table import LabelTable
 
 __all__ = ["LabelScorer"]
 
@@ -50,7 +51,9 @@ class LabelScorer:
         number = {label: i for i, label in enumerate(scored.labels)}
         known = [hit for hit in hits if hit.label in number]  # one may have been enrolled meanwhile
         near = Hits(np.array([[hit.similarity for hit in known]]), np.array([[number[hit.label] for hit in known]]))
-        found = recogniser.answer(recogniser.rows(vector[None]), near, scored.scores, asked.unknown_prior)
+        found = recogniser.answer(
+            recogniser.rows(vector[None]).astype(np.float64), near, scored.scores, asked.unknown_prior
+        )
         best = scored.labels[int(found.best[0])]
         if all(hit.label != best for hit in hits):  # its nearest row is not among the nearest of all
             only = Filter((best,), {} if filter is None else filter.keys)

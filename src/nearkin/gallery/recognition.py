@@ -47,7 +47,7 @@ class Recognition(NamedTuple):
         gallery, rows, next_id, changes = self.state
         if gallery != facts.gallery or self.encoder != (facts.fingerprint or ""):
             return 1.0
-        return ((facts.next_id - next_id) + (facts.changes - changes)) / max(rows, 1)
+        return float(((facts.next_id - next_id) + (facts.changes - changes)) / max(rows, 1))
 
 
 def learn_gallery(
@@ -92,7 +92,8 @@ def _parts(store: Store, facts: Facts, number: Mapping[str, int], scales: Mappin
             codes = np.array([number[row.label] for row in same], np.int64)
             ids = np.array([row.id for row in same], np.int64)
             vectors = unpack([row.vector for row in same], facts.dim)
-            yield Part(vectors, codes, ids, scales.get(mark), asked=few or not mark)
+            scale: Any = scales.get(mark)
+            yield Part(vectors, codes, ids, scale, asked=few or not mark)
 
 
 def save(store: Store, recognition: Recognition) -> None:
@@ -134,9 +135,10 @@ def load(store: Store, facts: Facts) -> Recognition | None:
         if dim != facts.dim or any(arrays[name].shape != shape for name, shape in shapes.items()):
             return None
         far = plain["far"]
-        curve = events.Far(*(np.array(far[name], float) for name in events.Far._fields[:3]), int(far["classes"]))
+        score, expected, at_most = (np.array(far[name], float) for name in ("score", "expected", "at_most"))
+        curve = events.Far(score, expected, at_most, int(far["classes"]))
         fields = (str(plain["key"]), plain["encoder"], plain["state"], plain["labels"], plain["items"])
-        return Recognition(Recogniser(*arrays.values(), curve), *fields, plain["date"], plain["of"])
+        return Recognition(Recogniser(**arrays, far=curve), *fields, plain["date"], plain["of"])
     except (ValueError, KeyError, TypeError):
         return None
 

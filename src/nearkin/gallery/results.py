@@ -124,7 +124,7 @@ class Calibrator:
     def verify(self, similarity: float, far: float | None) -> Verification:
         target, note = self._pair_far(far)
         curves = self.curves
-        same_probability = float(sigmoid(curves.ratio.at(similarity)))
+        same_probability = float(sigmoid(np.array(self.log_ratio(similarity))))
         if target is None:
             return Verification(None, None, similarity, None, None, None, note, self.classes, same_probability)
         at = int(np.argmax(curves.bound <= target))
@@ -135,6 +135,10 @@ class Calibrator:
         threshold, tar = float(self.thresholds[at]), float(curves.tar[at])
         decision = (bool(same), probability, similarity, threshold, target, tar)
         return Verification(*decision, note, self.classes, same_probability)
+
+    def log_ratio(self, similarity: float) -> float:
+        """Of this similarity between items of one class and of two."""
+        return float(self.curves.ratio.at(similarity))
 
     def similarity_at(self, far: float) -> float:
         """From which similarity on this false-accept rate per pair is guaranteed."""

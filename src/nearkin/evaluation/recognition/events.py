@@ -36,7 +36,7 @@ def features(best: Floats, second: Floats, near: Floats, next_: Floats) -> Float
 
 def fit_events(x: Floats, event: Counts, weight: Floats, defaults: Floats | None = None) -> Floats:
     """Coefficients (F, 3) of the multinomial regression of events on x (n, F), by Newton's method."""
-    count, width = x.shape
+    width = x.shape[1]
     start = np.zeros((width, 3)) if defaults is None else defaults
     penalty = np.full((width, 1), RIDGE)
     penalty[0] = RIDGE if defaults is not None else FREE

@@ -9,9 +9,10 @@ with the evidence E of `plda`. Everything is made of sums over rows: they are st
 for the labels, and a model without some rows, which judges these rows honestly, is the same sums less theirs.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nearkin.evaluation.arrays import Counts, Floats
@@ -22,25 +23,28 @@ __all__ = ["DIRECTIONS", "Directions", "LabelFit", "LabelModel", "LabelScores", 
 DIRECTIONS = 512  # principal ones at most
 SHRINK = 0.5  # of the within-class covariance towards a multiple of the identity
 NOTHING = -1e6  # the score of a label without rows
-Rows = NDArray[np.floating]
+Rows = NDArray[np.floating[Any]]
+Vectors = NDArray[np.float32]
 
 
-def powered(rows: Rows) -> Floats:
-    """Signed square roots of the coordinates, at length 1 in float64."""
-    roots = np.sqrt(np.abs(rows, dtype=np.float64))
-    roots /= np.maximum(np.sqrt((roots * roots).sum(1, keepdims=True)), 1e-12)
+def powered(rows: Rows) -> Vectors:
+    """Signed square roots of the coordinates, at length 1, in float32."""
+    size = np.abs(rows.astype(np.float32, copy=False))
+    roots = np.sqrt(size)
+    roots /= np.maximum(np.sqrt(size.sum(1, keepdims=True)), 1e-12)
     return np.asarray(np.copysign(roots, rows))
 
 
 class Directions(NamedTuple):
     """The principal directions of rows: mean (D,), basis (D, K)."""
 
-    mean: Floats
-    basis: Floats
+    mean: Rows
+    basis: Rows
 
-    def rows(self, rows: Rows) -> Floats:
+    def rows(self, rows: Rows) -> Vectors:
         """(n, K) coordinates of rows (n, D)."""
-        return np.asarray((powered(rows) - self.mean) @ self.basis)
+        basis = self.basis.astype(np.float32, copy=False)
+        return np.asarray(powered(rows) @ basis - (self.mean @ self.basis).astype(np.float32))
 
 
 class Scatter:
@@ -52,14 +56,14 @@ class Scatter:
     def add(self, rows: Rows) -> None:
         roots = powered(rows)
         self.count += len(roots)
-        self.sum += roots.sum(0)
+        self.sum += roots.sum(0, dtype=np.float64)
         self.squares += roots.T @ roots
 
     def directions(self, most: int = DIRECTIONS) -> Directions:
         mean = self.sum / max(self.count, 1)
         keep = max(1, min(most, self.count - 1, len(mean)))
         vectors = np.linalg.eigh(self.squares - self.count * np.outer(mean, mean))[1]
-        return Directions(mean, np.ascontiguousarray(vectors[:, ::-1][:, :keep]))
+        return Directions(mean, np.ascontiguousarray(vectors[:, ::-1][:, :keep]).astype(np.float32))
 
 
 class LabelSums(NamedTuple):
@@ -69,10 +73,23 @@ class LabelSums(NamedTuple):
     sums: Floats
 
     @classmethod
-    def of(cls, rows: Floats, codes: Counts, labels: int) -> "LabelSums":
-        sums = np.zeros((labels, rows.shape[1]))
-        np.add.at(sums, codes, rows)
-        return cls(np.bincount(codes, minlength=labels), sums)
+    def none(cls, labels: int, size: int) -> "LabelSums":
+        return cls(np.zeros(labels, np.int64), np.zeros((labels, size)))
+
+    @classmethod
+    def of(cls, rows: Rows, codes: Counts, labels: int) -> "LabelSums":
+        sums = cls.none(labels, rows.shape[1])
+        sums.add(rows, codes)
+        return sums
+
+    def add(self, rows: Rows, codes: Counts, sign: int = 1) -> None:
+        """In place; many times as fast as `np.add.at`."""
+        where = torch.from_numpy(codes.astype(np.int64, copy=False))
+        torch.from_numpy(self.sums).index_add_(0, where, torch.from_numpy(rows).double(), alpha=sign)
+        self.counts[:] += sign * np.bincount(codes, minlength=len(self.counts))
+
+    def take(self, labels: Counts) -> "LabelSums":
+        return LabelSums(self.counts[labels], self.sums[labels])
 
 
 class _Terms(NamedTuple):
@@ -93,7 +110,10 @@ class _Terms(NamedTuple):
         return cls(n.sum(), len(n), (1 / n).sum(), means.sum(0), means.T @ means, s.T @ means)
 
     def replaced(self, before: "_Terms", after: "_Terms") -> "_Terms":
-        return _Terms(*(all_ - old + new for all_, old, new in zip(self, before, after, strict=True)))
+        sums: list[Any] = [
+            all_ - old + new for all_, old, new in zip(map(np.asarray, self), before, after, strict=True)
+        ]
+        return _Terms(*sums)
 
 
 class LabelFit:
@@ -131,7 +151,7 @@ class LabelModel(NamedTuple):
     basis: Floats
     between: Floats
 
-    def rows(self, rows: Floats) -> Floats:
+    def rows(self, rows: Rows) -> Floats:
         return np.asarray((rows - self.mean) @ self.basis)
 
     def scores(self, labels: LabelSums) -> "LabelScores":
@@ -144,20 +164,25 @@ class LabelScores:
 
     def __init__(self, between: Floats, counts: Counts, sums: Floats) -> None:
         self.between, self.counts, self.sums = between, counts, sums
-        self._sizes, self._size_of = np.unique(counts, return_inverse=True)
-        scale = between / (1 + np.outer(self._sizes + 1, between)) / 2  # (U, K')
-        per_label = scale[self._size_of]
-        constant = (per_label * sums**2).sum(1)
-        constant -= np.log1p(np.outer(self._sizes + 1, between)).sum(1)[self._size_of] / 2
-        self._constant = constant - evidence(between, counts, sums)
-        self._linear, self._square = 2 * per_label * sums, scale
+        sizes, self._size_of = np.unique(counts, return_inverse=True)
+        now, then = (1 + np.outer(n, between) for n in (sizes, sizes + 1))
+        scale = between / then / 2  # (U, K')
+        constant = ((np.log(now) - np.log(then)).sum(1) / 2)[self._size_of]
+        self._linear = np.empty(sums.shape, np.float32)
+        for size, gain in enumerate(scale - between / now / 2):
+            same = np.flatnonzero(self._size_of == size)
+            constant[same] += sums[same] ** 2 @ gain
+            self._linear[same] = 2 * scale[size] * sums[same]
+        self._constant, self._square = constant, scale
 
-    def __call__(self, queries: Floats) -> Floats:
+    def __call__(self, queries: Rows) -> Floats:
         """(Q, C) log ratios; `NOTHING` for a label without rows."""
-        new = evidence(self.between, np.ones(len(queries)), queries)
-        scores = queries @ self._linear.T + (queries**2 @ self._square.T)[:, self._size_of]
+        new = evidence(self.between, np.ones(len(queries)), queries.astype(np.float64, copy=False))
+        scores = (queries.astype(np.float32, copy=False) @ self._linear.T).astype(np.float64)
+        scores += (queries.astype(np.float64, copy=False) ** 2 @ self._square.T)[:, self._size_of]
         scores += self._constant - new[:, None]
-        return np.where(self.counts > 0, scores, NOTHING)
+        scores[:, self.counts == 0] = NOTHING
+        return np.asarray(scores)
 
     def without(self, queries: Floats, codes: Counts, rows: LabelSums) -> Floats:
         """(Q,) log ratios of each query and its label, less some rows of that label: one row of `rows` per query."""

@@ -1,8 +1,9 @@
 """Who is this, or nobody we know: what a gallery has learned of itself, and its answers."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nearkin.evaluation.arrays import Counts, Floats
 from nearkin.evaluation.recognition import events
@@ -46,7 +47,7 @@ class Recogniser(NamedTuple):
     weights: Floats
     far: Far
 
-    def rows(self, rows: Floats) -> Floats:
+    def rows(self, rows: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
         """(n, K) coordinates of rows (n, D) of unit length."""
         return Directions(self.mean, self.basis).rows(rows)
 
@@ -110,4 +111,4 @@ def _fitted(x: Floats, asked: Questions, which: Counts) -> Floats:
 
 def _relative(features: Floats, strangers: Floats) -> Floats:
     x = np.clip((features - strangers[0]) / strangers[1], -FARTHEST, FARTHEST)
-    return np.c_[np.ones(len(x)), x]
+    return np.asarray(np.c_[np.ones(len(x)), x])

@@ -39,6 +39,7 @@ __all__ = [
 NEAREST = 50  # rows whose labels and cosines count
 FOLDS, ROWS = (5, 20), 8000  # fewest and most; in small galleries more: a model must know almost all labels
 ITEMS = 4000  # drawn at most
+SCATTERED = 2**18  # rows from which on some are enough for the principal directions
 PRODUCTS = 10**9  # cosines at most: fewer items of a large gallery
 CELLS = 2**22  # scores at a time
 
@@ -53,7 +54,7 @@ class Part(NamedTuple):
     vectors: Vectors
     codes: Codes
     ids: Codes
-    scale: Callable[[NDArray[Any]], NDArray[Any]] | None = None
+    scale: Callable[..., Any] | None = None
     asked: bool = True
 
 
@@ -108,36 +109,36 @@ def learn(
     in a gallery that is too large for all of them. queries: asked in place of rows of the gallery."""
     total, drawn = int(counts.sum()), _Drawn(counts, queries, seed)
     scatter: Scatter | None = None
-    for part in rows():
+    every = max(1, total // SCATTERED)
+    for number, part in enumerate(rows()):
         scatter = scatter or Scatter(part.vectors.shape[1])
-        scatter.add(part.vectors)
+        if number % every == 0:
+            scatter.add(part.vectors)
         drawn.take(part)
     if scatter is None:
         raise ValueError("the gallery has no labelled rows")
     directions, asked_of = scatter.directions(), drawn.items()
     near = _Nearest(asked_of, min(NEAREST, max(total - 1, 1)))
     folds, size = folds_of(len(counts), total, seed), directions.basis.shape[1]
-    found, sums = np.zeros_like(counts), np.zeros((len(counts), size))
+    labels = LabelSums.none(len(counts), size)
     squares = np.zeros((folds.max() + 1, size, size))
     for part in rows():
         coordinates = directions.rows(part.vectors)
-        found += np.bincount(part.codes, minlength=len(counts))
-        np.add.at(sums, part.codes, coordinates)
+        labels.add(coordinates, part.codes)
         for fold in np.unique(folds[part.codes]):
             some = coordinates[folds[part.codes] == fold]
             squares[fold] += some.T @ some
         near.add(part)
-    labels = LabelSums(found, sums)
     fit = LabelFit(labels, squares.sum(0))
     world = _World(labels, directions.rows(asked_of.vectors), directions.rows(asked_of.rows), asked_of, only_near)
     own = asked_of.codes >= 0
     asked = []
     for fold in np.unique(folds[asked_of.codes[own]]):  # each label left out, by models without those of its fold
         mine, out = own & (folds[asked_of.codes] == fold), folds == fold
-        less = LabelSums(np.where(out, found, 0), np.where(out[:, None], sums, 0))
+        less = LabelSums(np.where(out, labels.counts, 0), np.where(out[:, None], labels.sums, 0))
         asked.append(_asked(world, fit.model(less, squares[fold]), np.flatnonzero(mine), near.others, False))
     enrolled = asked_of.ids > 0
-    able = own & (found[asked_of.codes] > enrolled)
+    able = own & (labels.counts[asked_of.codes] > enrolled)
     items = np.where(enrolled, _item_folds(asked_of.codes, _fold_count(total), seed), -1)
     for fold in np.unique(items[able]):  # each item left out; what is in no fold has no row of its own
         left = items == fold
@@ -174,29 +175,36 @@ class _World(NamedTuple):
     """The labels of a gallery, and what is asked of it, in principal directions."""
 
     labels: LabelSums
-    queries: Floats
-    rows: Floats
+    queries: Vectors
+    rows: Vectors
     items: _Items
     only_near: bool
 
 
 def _asked(world: _World, model: LabelModel, which: Codes, hits: Hits, known: bool) -> Questions:
     """The questions `which`. known: their label stays, less their own row; otherwise it goes."""
-    score, found = model.scores(world.labels), []
-    step = max(1, CELLS // len(world.labels.counts))
+    used = np.arange(len(world.labels.counts))
+    if world.only_near:  # a fraction of many labels
+        used = np.unique(np.r_[hits.codes[which].ravel(), world.items.codes[which]])
+        used = used[used >= 0]
+    score, found = model.scores(world.labels.take(used)), []
+    step = max(1, CELLS // len(used))
     for some in (which[i : i + step] for i in range(0, len(which), step)):
         queries, own = model.rows(world.queries[some]), world.items.codes[some]
         values, there = score(queries), np.flatnonzero(own >= 0)
+        at = np.searchsorted(used, own[there])
         enrolled = world.items.ids[some] > 0
         if known:
             mine = LabelSums(enrolled.astype(np.int64), np.where(enrolled[:, None], model.rows(world.rows[some]), 0))
-            values[there, own] = score.without(queries, own, mine)
+            values[there, at] = score.without(queries, at, mine)
         else:
-            values[there, own[there]] = NOTHING
+            values[there, at] = NOTHING
         near = Hits(hits.cosines[some], hits.codes[some])
+        places = np.where(near.codes >= 0, np.searchsorted(used, near.codes), -1)
         if world.only_near:
-            values = only_these(values, near.codes)
-        best, first, second = best_labels(values)
+            values = only_these(values, places)
+        place, first, second = best_labels(values)
+        best = used[place]
         event = np.where(best == own, RIGHT, OTHER) if known else np.full(len(some), NONE)
         classes = np.where(own >= 0, own, len(world.labels.counts) + some)  # a stranger of its own
         found.append(Questions(features(first, second, *near.labels(best)), event, classes))
@@ -216,11 +224,13 @@ class _Drawn:
     def __init__(self, counts: Codes, queries: Queries | None, seed: int) -> None:
         draw = np.random.default_rng([seed, 4])
         most = min(ITEMS, max(PRODUCTS // max(int(counts.sum()), 1), 200))
-        self._given, self._places, self._found = queries, {}, {}
+        self._given = queries
+        self._places: dict[int, set[int]] = {}
+        self._found: dict[int, tuple[Vectors, int]] = {}
         self._seen = np.zeros(len(counts), np.int64)
         if queries is not None:
             some = np.sort(draw.permutation(len(queries.codes))[:most])
-            self._given = Queries(*(values[some] for values in queries))
+            self._given = Queries(queries.vectors[some], queries.codes[some], queries.ids[some])
             self._wanted = set(self._given.ids.tolist()) - {0}
             return
         live = draw.permutation(np.flatnonzero(counts))[:most]
@@ -243,13 +253,13 @@ class _Drawn:
 
     def items(self) -> _Items:
         if self._given is None:
-            vectors, codes = zip(*self._found.values(), strict=True)
-            rows = np.stack(vectors)
-            return _Items(rows, np.array(codes), np.array(list(self._found)), rows)
-        vectors, codes, ids = self._given
-        ids = np.array([id if id in self._found else 0 for id in ids.tolist()])
+            rows = np.stack([vector for vector, _ in self._found.values()])
+            codes = np.array([code for _, code in self._found.values()])
+            return _Items(rows, codes, np.array(list(self._found)), rows)
+        vectors = self._given.vectors
+        ids = np.array([id if id in self._found else 0 for id in self._given.ids.tolist()])
         rows = np.stack([self._found[id][0] if id else np.zeros_like(vectors[0]) for id in ids.tolist()])
-        return _Items(vectors, codes, ids, rows)
+        return _Items(vectors, self._given.codes, ids, rows)
 
 
 class _Nearest:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nearkin.gallery.schema import Floats
@@ -11,7 +12,7 @@ from nearkin.gallery.schema import Floats
 __all__ = ["LabelTable", "Project", "RowSums"]
 
 BLOCK = 4096
-Project = Callable[[Floats], NDArray[np.float64]]  # (n, D) → (n, K)
+Project = Callable[[Floats], Floats]  # (n, D) → (n, K)
 
 
 class LabelTable(NamedTuple):
@@ -41,7 +42,8 @@ class RowSums:
                 if len(self._sums):
                     grown[: len(self._sums)] = self._sums
                 self._sums = grown
-            np.add.at(self._sums, codes[part], sign * coordinates)
+            where, wide = torch.from_numpy(codes[part].astype(np.int64)), torch.from_numpy(coordinates).double()
+            torch.from_numpy(self._sums).index_add_(0, where, wide, alpha=sign)
         self._table = None
 
     def table(self, labels: dict[str, int], counts: NDArray[np.int64]) -> LabelTable:

@@ -132,7 +132,7 @@ class Matrix:
         self.alive, self.count, self.removed = np.ones(len(alive), bool), len(alive), 0
 
     def label_table(self, key: str, project: Project) -> LabelTable:
-        """The sums of each label's rows in the coordinates of `project`, named by `key`; only new rows are projected."""
+        """Each label's sum of rows in the coordinates of `project`, named by `key`; new rows alone are projected."""
         if self._row_sums is None or self._row_sums.key != key:
             self._row_sums = RowSums(key, project)
         sums = self._row_sums
