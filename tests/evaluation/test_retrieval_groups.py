@@ -340,11 +340,10 @@ def test_genuine_scores_of_a_calibration_leave_bursts_out():
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     classes = [np.arange(0, 12), np.arange(12, 40)]
     bursts = generator.integers(0, 4, 40)
-    for group, scores in zip(classes, class_rates.genuine_groups(rows, classes, 1, 0, bursts), strict=True):
+    for group, scores in zip(classes, class_rates.genuine_groups(rows, classes, bursts), strict=True):
         expected = [float(rows[i] @ rows[j]) for i in group for j in group if i != j and bursts[i] != bursts[j]]
         np.testing.assert_allclose(np.sort(scores), np.sort(expected), atol=1e-6)
         assert class_rates.most_others(group, bursts) == max((bursts[group] != bursts[i]).sum() for i in group)
-    for examples in (1, 3):
-        plain = class_rates.genuine_groups(rows, classes, examples, 0)
-        alone = class_rates.genuine_groups(rows, classes, examples, 0, np.arange(40))
-        assert all((a == b).all() for a, b in zip(plain, alone, strict=True))
+    plain = class_rates.genuine_groups(rows, classes)
+    alone = class_rates.genuine_groups(rows, classes, np.arange(40))
+    assert all((a == b).all() for a, b in zip(plain, alone, strict=True))

@@ -413,6 +413,14 @@ def test_two_at_once_are_refused(kept, tmp_path):
 # ---- copies
 
 
+def rounded(answer):
+    """A server's labels are summed in another order."""
+    identity, hits = answer
+    candidates = [one._replace(confidence=round(one.confidence, 6)) for one in identity.candidates]
+    numbers = {name: round(getattr(identity, name), 6) for name in ("confidence", "p_right", "p_unknown", "score")}
+    return identity._replace(candidates=candidates, **numbers), hits
+
+
 def test_copies_answer_alike_in_both_directions(tmp_path):
     run = a_run(tmp_path / "run", 0)
     first, second = str(tmp_path / "first"), place_of("postgres", tmp_path)
@@ -421,6 +429,7 @@ def test_copies_answer_alike_in_both_directions(tmp_path):
         gallery.enrol(paths[:9], [f"label {i % 3}" for i in range(9)], [{"n": i} for i in range(9)])
         gallery.remove([4])
         gallery.relabel([5], "moved")
+        gallery.calibrate()  # what it has learned goes along
     room.copy(first, second)
     room.copy(second, tmp_path / "third")
     answers = []
@@ -428,7 +437,7 @@ def test_copies_answer_alike_in_both_directions(tmp_path):
         with Gallery.open(place, run) as gallery:
             assert gallery.check().whole
             answers.append(
-                [gallery.identify_with_hits(path, 5) for path in paths]
+                [rounded(gallery.identify_with_hits(path, 5)) for path in paths]
                 + [gallery.search(paths[0], 9, {"n": [1, 2, 8]}), gallery.thumbnail(1), gallery.fingerprint]
                 + [gallery.labels(), gallery.stats()["sources"], gallery.stats()["calibrated"], gallery.get(5)]
                 + [gallery.known(paths)]

@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 
 from calibrations import embeddings
-from nearkin.evaluation.verification import class_rates
-from nearkin.evaluation.verification.class_rates import Against
 from nearkin.gallery import Gallery, bridge, bridge_scale
 from nearkin.gallery.bridge_scale import Scale
 from nearkin.gallery.mixed_search import MixedRows
-from nearkin.gallery.results import Calibrator, Hit
 from nearkin.gallery.schema import bridged_metadata, checksum, pack, parse_filter, unit
 
 
@@ -149,52 +146,6 @@ def test_a_scale_keeps_the_order_and_makes_shares_equal():
     same = bridge_scale.measure_scale(rows, rows)
     inner = grid[(grid > -0.3) & (grid < 0.9)]
     np.testing.assert_allclose(same(inner), inner, atol=1e-5)
-
-
-def test_error_rates_across_hold_on_classes_that_played_no_part():
-    exceeded = stated = 0
-    for seed in range(6):
-        rows, labels = embeddings(160, 8, seed=seed)
-        noise = np.random.default_rng(seed).normal(size=rows.shape) / rows.shape[1] ** 0.5
-        bridged = unit(rows + 0.7 * noise)
-        used = labels < 80
-        scale = bridge_scale.measure_scale(rows[used], bridged[used])
-        names = [f"c{label}" for label in labels[used]]
-        calibrator = Calibrator(bridge_scale.measure_across(rows[used], bridged[used], names, scale))
-        groups = [np.flatnonzero(labels == c) for c in range(80, 160)]
-        mixed = np.random.default_rng(seed).random(len(rows)) < 0.5
-        references = {
-            "bridged": Against(bridged, lambda near, _, scale=scale: scale(near)),
-            "mixed": Against(
-                np.where(mixed[:, None], bridged, rows),
-                lambda near, at, scale=scale, mixed=mixed: np.where(mixed[at], scale(near), near),
-            ),
-            "new": None,
-        }
-        for against in references.values():
-            far = class_rates.impostor_rates(class_rates.accepts(rows, groups, calibrator.thresholds, 1, against)).far
-            for rate in (0.1, 0.03, 0.01):
-                at = int(np.argmax(calibrator.bridged[1].bound <= rate))
-                stated += 1
-                exceeded += far[at] > rate
-    assert stated == 54 and exceeded <= 5  # 95 % each
-
-
-def test_a_bridged_row_is_judged_by_its_own_curves():
-    rows, labels = embeddings(60, 8, seed=5)
-    noise = np.random.default_rng(5).normal(size=rows.shape) / rows.shape[1] ** 0.5
-    bridged = unit(rows + 1.2 * noise)
-    scale = bridge_scale.measure_scale(rows, bridged)
-    content = bridge_scale.measure_across(rows, bridged, [str(label) for label in labels], scale)
-    calibrator, plain = Calibrator(content), Calibrator({k: v for k, v in content.items() if k != "bridged"})
-    hit = Hit(1, "a", 0.8, "", {})
-    new, old = (calibrator.identify([one], {1: 5}, None) for one in (hit, hit._replace(bridged=True)))
-    assert new.confidence == plain.identify([hit], {1: 5}, None).confidence
-    assert new.confidence != old.confidence and 0 < old.confidence < 1
-    far = calibrator.query_far({1: 5})
-    assert (far >= plain.query_far({1: 5}) - 1e-12).all()  # the bound holds for either kind of row
-    with pytest.raises(ValueError, match="bridged curves"):
-        Calibrator(content | {"bridged": {"1": content["bridged"]["1"]}})
 
 
 # --- the search

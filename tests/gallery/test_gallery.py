@@ -273,15 +273,14 @@ def test_one_example_is_enough(place, run, tmp_path):
         assert unknown.unknown and unknown.note == "nothing is enrolled"
         gallery.enrol(one, "first")
         identity = gallery.identify(one)
-        assert (
-            identity.label == "first"
-            and identity.confidence > 0.9
-            and identity.far == 0.001
-            and identity.threshold == 0.99
-        )
+        assert identity.label == "first" and identity.confidence > 0.9 and identity.verdict == "named"
         gallery.enrol(other, "second")
         identity = gallery.identify(other, far=0.1)
-        assert identity.label == "second" and identity.far == 0.1 and identity.candidates[0].id == 2
+        assert identity.label == "second" and identity.candidates[0].id == 2 and not identity.far.proven
+        stranger = gallery.identify(third, far=0.1)
+        assert stranger.verdict == "unsure" and stranger.candidates and "at least 3 labels" in stranger.note
+        with pytest.raises(ValueError, match=r"far must be a rate that the labels can bound, got 0.1: .*3 labels"):
+            gallery.identify(third, far=0.1, strict=True)
         assert gallery.identify(other, filter={"label": "first"}).candidates[0].label == "first"
         same = gallery.verify(one, one)
         assert same.same and same.probability > 0.9 and same.far == 0.001 and same.tar == 0.5
@@ -295,12 +294,12 @@ def test_without_a_calibration_there_is_a_similarity_and_a_sentence(place, tmp_p
     one, other = pictures(tmp_path / "p", 2)
     with Gallery.open(place, run) as gallery:
         gallery.enrol(one, "first")
-        identity = gallery.identify(one)
-        assert identity.label == "first" and identity.confidence is None and identity.similarity == pytest.approx(1)
-        assert "nearkin gallery calibrate" in identity.note
+        assert gallery.identify(one).label == "first", "an item that is enrolled is known"
+        identity = gallery.identify(other)
+        assert identity.label is None and identity.unknown and identity.verdict == "unsure"
+        assert identity.confidence is None and identity.candidates[0].label == "first"
+        assert "at least 3 labels" in identity.note
         assert gallery.verify(one, other).same is None and not gallery.stats()["calibrated"]
-        with pytest.raises(ValueError, match="far needs a calibration"):
-            gallery.identify(one, far=0.1)
 
 
 def test_another_encoder_is_refused_with_the_way_out(place, run, tmp_path):

@@ -1,4 +1,4 @@
-"""What a calibration promises, measured on classes it has not seen: FARs, probabilities, known or unknown."""
+"""What a calibration of pairs promises, measured on classes it has not seen: FARs and probabilities."""
 
 import json
 import math
@@ -9,8 +9,8 @@ import torch
 
 from calibrations import calibration_by_hand, embeddings
 from nearkin.evaluation.verification import class_rates, likelihood
-from nearkin.gallery import Gallery, calibration, results
-from nearkin.gallery.results import Calibrator, Hit
+from nearkin.gallery import calibration, results
+from nearkin.gallery.results import Calibrator
 
 
 def measured(rows, labels, seed=0):
@@ -47,16 +47,14 @@ def test_bounds_are_of_classes_and_end_at_the_rule_of_three():
     rows, labels = embeddings(12, 5, seed=2)
     groups = [np.flatnonzero(labels == c) for c in range(12)]
     thresholds = np.array([-0.2, 0.1, 0.4, 1.0])
-    for examples in (1, 2):
-        sums = class_rates.accepts(rows, groups, thresholds, examples)
-        slow = np.zeros_like(sums)
-        for a in range(12):
-            for b in set(range(12)) - {a}:
-                near = rows[groups[a]] @ rows[groups[b][: 5 // examples * examples]].T
-                pair_rate = (near.reshape(5, -1, examples).max(2)[..., None] >= thresholds).mean((0, 1))
-                slow[:, a] += pair_rate
-                slow[:, b] += pair_rate
-        np.testing.assert_allclose(sums, slow, atol=1e-9)
+    sums = class_rates.accepts(rows, groups, thresholds)
+    slow = np.zeros_like(sums)
+    for a in range(12):
+        for b in set(range(12)) - {a}:
+            pair_rate = ((rows[groups[a]] @ rows[groups[b]].T)[..., None] >= thresholds).mean((0, 1))
+            slow[:, a] += pair_rate
+            slow[:, b] += pair_rate
+    np.testing.assert_allclose(sums, slow, atol=1e-9)
     rates = class_rates.impostor_rates(sums)
     assert (np.diff(rates.bound) <= 0).all() and (rates.bound > rates.high * 0.8).all()
     assert (rates.low <= rates.far).all() and (rates.far < rates.bound).all()
@@ -83,13 +81,6 @@ def test_what_cannot_be_held_is_refused_in_one_sentence():
     assert calibrator.verify(0.5, 0.0027).far == 0.0027 and calibrator.verify(0.5, 0.05).far == 0.05
     default = calibrator.verify(0.5, None)
     assert default.far == 0.01 and default.classes == 48 and "cannot hold a FAR of 0.001 per pair" in default.note
-    hits = [Hit(1, "a", 0.5, "", {})]
-    with pytest.raises(ValueError, match=r"at least 0.\d+ per query with 20 labels: 48 calibration classes"):
-        calibrator.identify(hits, {1: 20}, 0.001)
-    with pytest.raises(ValueError, match=r"left out with 100,000 labels"):
-        calibrator.identify(hits, {1: 100_000}, 0.5)
-    with pytest.raises(ValueError, match="far must be > 0 and < 1"):
-        calibrator.identify(hits, {1: 20}, 2.0)
     with pytest.raises(ValueError, match="far must be > 0 and < 1"):
         calibrator.verify(0.5, 2.0)
     with pytest.raises(ValueError, match="needs at least 5 classes, 4 of them of 2 items or more, got 3 and 3"):
@@ -131,110 +122,6 @@ def test_probabilities_come_true_on_other_classes():
     assert any(one.note for one in verifications if not one.same and one.same_probability > 0.5)
 
 
-class IdentifiedQueries:
-    """Labels of some examples each, and queries of both kinds, through `Calibrator.identify` as a gallery asks it."""
-
-    def __init__(self, calibrator, rows, labels, enrolled, examples, far=None, most=400, seed=0):
-        position = np.arange(len(labels)) - np.searchsorted(labels, labels)
-        inside = np.isin(labels, enrolled)
-        enrolled_rows = np.flatnonzero(inside & (position < examples))
-        draw = np.random.default_rng(seed)
-        kinds = [np.flatnonzero(inside & (position >= examples)), np.flatnonzero(~inside)]
-        query_rows = np.concatenate([draw.permutation(kind)[:most] for kind in kinds])
-        near = rows[query_rows].astype(np.float64) @ rows[enrolled_rows].T.astype(np.float64)
-        self.stranger, self.right, self.answers = ~inside[query_rows], [], []
-        names = [str(label) for label in labels[enrolled_rows]]
-        for i, scores in zip(query_rows, near, strict=True):
-            order = np.argsort(-scores)[:50]
-            hits = [Hit(int(n), names[n], float(scores[n]), "", {}) for n in order]
-            counts = {hit.label: examples for hit in hits}
-            identity = calibrator.identify(hits, {examples: len(enrolled)}, far, counts)
-            self.answers.append(identity)
-            self.right.append(identity.label == (str(labels[i]) if inside[i] else None))
-        self.right = np.array(self.right)
-        self.known = np.array([not identity.unknown for identity in self.answers])
-        self.sure = np.array([identity.confidence for identity in self.answers])
-        self.nearest = near.max(1)
-
-
-@pytest.fixture(scope="module")
-def many():
-    rows, labels = embeddings(1700, 7, dim=32, seed=5)
-    inside = labels < 200
-    return Calibrator(measured(rows[inside], labels[inside])), rows[~inside], labels[~inside]
-
-
-@pytest.mark.parametrize(("labels", "examples"), [(40, 1), (100, 5), (1000, 1), (1000, 5)])
-def test_confidence_is_how_many_are_right(many, labels, examples):
-    """Among 40 to 1,000 labels; and no threshold tells the known from strangers better."""
-    calibrator, rows, row_labels = many
-    queries = IdentifiedQueries(calibrator, rows, row_labels, np.arange(200, 200 + labels), examples)
-    bins = np.minimum((queries.sure * 5).astype(int), 4)
-    for number in range(5):
-        inside = bins == number
-        if inside.sum() >= 100:
-            error = 2 * np.sqrt(0.25 / inside.sum())
-            assert queries.sure[inside].mean() == pytest.approx(queries.right[inside].mean(), abs=0.05 + error)
-    assert np.ptp(queries.sure) > 0.3
-    accuracy = (queries.known != queries.stranger).mean()
-    plain = calibrator.thresholds[np.argmax(calibrator.curves[1].bound <= 1e-3)]
-    assert accuracy >= ((queries.nearest >= plain) != queries.stranger).mean() - 0.01
-    sums = [sum(c.confidence for c in number.candidates) for number in queries.answers]
-    assert max(sums) <= 1 + 1e-9 and min(sums) >= 0
-
-
-@pytest.mark.parametrize(("labels", "examples"), [(20, 1), (200, 1), (200, 4)])
-def test_far_of_identify_is_per_query(many, labels, examples):
-    """The FAR on unknown queries is at most the requested one, however many labels there are."""
-    calibrator, rows, row_labels = many
-    far = 0.2 if labels == 200 else 0.05
-    queries = IdentifiedQueries(calibrator, rows, row_labels, np.arange(200, 200 + labels), examples, far, most=1000)
-    assert {one.far for one in queries.answers} == {far}
-    assert queries.known[queries.stranger].mean() <= far
-    free = IdentifiedQueries(calibrator, rows, row_labels, np.arange(200, 200 + labels), examples, most=1000)
-    bounds = {one.far for one in free.answers}
-    assert len(bounds) == 1 and (None in bounds or free.known[free.stranger].mean() <= bounds.pop())
-
-
-def test_more_labels_and_examples_let_more_strangers_pass(many):
-    calibrator = many[0]
-    few, some, more = calibrator.query_far({1: 10}), calibrator.query_far({1: 100}), calibrator.query_far({4: 100})
-    assert (few <= some).all() and (some <= more).all() and few[-1] < some[-1] < 1
-    np.testing.assert_allclose(calibrator.query_far({1: 1}), calibrator.curves[1].bound)
-    most = max(calibrator.curves)
-    assert (calibrator.query_far({3 * most: 1}) >= np.minimum(2.9 * calibrator.curves[most].bound, 1 - 1e-9)).all()
-
-
-# ---- answers
-
-
-def test_an_item_that_is_enrolled_is_known_among_any_number_of_labels(many):
-    calibrator = many[0]
-    for labels in (1, 20, 1216, 10**6):
-        hits = [Hit(7, "me", 1.0, "", {}), *(Hit(10 + i, f"other {i}", 0.9 - i / 100, "", {}) for i in range(49))]
-        identity = calibrator.identify(hits[: labels + 1], {1: labels}, None)
-        assert identity.label == "me" and identity.confidence > 0.99 and identity.candidates[0].id == 7
-    twins = calibrator.identify([Hit(1, "a", 1.0, "", {}), Hit(2, "b", 1.0, "", {})], {1: 1000}, None)
-    assert twins.confidence == pytest.approx(0.5, abs=0.01), "the same item under two labels"
-    hand = calibration_by_hand({0.5: (0.1, 0.9)}, {-1.0: -1, 1.0: 1})
-    blind = Calibrator(hand | {"largest_impostor": 1.0})
-    assert blind.identify([Hit(1, "a", 1.0, "", {})], {1: 1000}, None).unknown, "different classes were equal too"
-    assert blind.identify([Hit(1, "a", 1.0, "", {})], {1: 1000}, None, same_id=1).label == "a", "the very same content"
-
-
-def test_a_gallery_of_many_labels_knows_what_is_enrolled(tmp_path, many):
-    calibrator, rows, row_labels = many
-    with Gallery.open(tmp_path / "g", dim=rows.shape[1]) as gallery:
-        gallery._calibrator = calibrator
-        first = np.flatnonzero(np.diff(row_labels, prepend=-1))
-        gallery.enrol(rows[first], [str(label) for label in row_labels[first]])
-        identities = [gallery.identify(rows[i]) for i in first[:40]]
-        assert [one.label for one in identities] == [str(label) for label in row_labels[first[:40]]]
-        assert gallery.identify(rows[first[0]], filter={"label": ["200", "201"]}).label == "200"
-        stranger = gallery.identify(-rows[first].mean(0))
-        assert stranger.unknown and len(stranger.candidates) > 1 and stranger.candidates[0].confidence < 0.5
-
-
 def test_verify_says_the_probability_of_what_it_says():
     calibrator = Calibrator(calibration_by_hand({0.5: (0.01, 0.8), 0.8: (1e-3, 0.4)}, {-1.0: -6, 0.5: 0, 1.0: 6}))
     low, middle, high = calibrator.verify(0.0, None), calibrator.verify(0.7, None), calibrator.verify(0.9, None)
@@ -269,8 +156,6 @@ def test_a_far_that_nothing_can_show_is_refused_in_a_sentence():
     for far in (1e-9, 1e-300, 5e-324):
         with pytest.raises(ValueError, match=r"far must be at least .* per pair"):
             calibrator.verify(0.9, far)
-        with pytest.raises(ValueError, match=r"far must be at least .* per query with 3 labels"):
-            calibrator.identify([Hit(1, "a", 0.9, "", {})], {1: 3}, far)
 
 
 def test_pairs_of_one_class_and_group_are_left_out():

@@ -167,13 +167,16 @@ def by_pairs(
 ) -> Identity:
     """The answer of a gallery that has learned nothing of its labels: the nearest of each, by what a calibration of
     pairs makes of the similarities, where there is one. note: why it has not."""
-    if asked.far is not None:
-        raise ValueError(f"far needs a gallery that has learned from its labels: {note}")
+    statement = None
+    if asked.far is not None:  # no rate can be shown, so nothing is named but what is enrolled
+        if asked.strict:
+            raise ValueError(f"far must be a rate that the labels can bound, got {asked.far:g}: {note}")
+        statement = FarStatement(asked.far, 1.0, 1.0, 0, False)
     nearest: dict[str, Hit] = {}
     for hit in hits:
         nearest.setdefault(hit.label, hit)
     if not nearest:
-        return Identity(None, None, None, None, None, [], note)
+        return Identity(None, None, None, None, statement, [], note)
     labels, shares, none = list(nearest), None, None
     if itself is not None:
         none, shares = SAME / 2, [1 - SAME if label == itself else 0.0 for label in labels]
@@ -188,14 +191,16 @@ def by_pairs(
         for i in order
     ]
     first = candidates[0]
-    verdict = "unsure" if none is None else _verdict(first.confidence or 0.0, none, asked.sure)
+    verdict = "unsure"
+    if none is not None and (statement is None or itself is not None):
+        verdict = _verdict(first.confidence or 0.0, none, asked.sure)
     named = verdict == "named"
     return Identity(
         first.label if named else None,
         first.confidence if named else none,
         first.similarity,
         None,
-        None,
+        statement,
         candidates,
         note,
         verdict=verdict,

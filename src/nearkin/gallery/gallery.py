@@ -543,7 +543,7 @@ class Gallery:
         of = "its own labels" if asked is None else f"{len(asked[1]):,} items of another day"
         learned = recognition.learn_gallery(self._store, facts, None if bridges is None else bridges.scales, asked, of)
         recognition.save(self._store, learned)
-        self._learned = learned
+        self._learned = recognition.load(self._store, facts) or learned  # as every other process reads it
         pairs = None
         if facts.run is not None and is_encoder_name(facts.run) and bridges is None:
             try:
@@ -575,6 +575,9 @@ class Gallery:
         facts = self._facts()
         if self._encoding is not None and self._encoding.info.fingerprint != facts.fingerprint:
             return None, f"the rows are of {facts.run}, {self._encoding.info.shown} is only compatible with it"
+        bridges = bridge_note.load(self._store, facts)
+        if bridges is not None and not bridges.scales:
+            return None, f"no probabilities across the bridge: {bridges.why}"
         if self._learned is None or self._learned.key != recognition.made(self._store):
             self._learned = recognition.load(self._store, facts)
         share = 1.0 if self._learned is None else self._learned.changed(facts)

@@ -43,11 +43,9 @@ class Recognition(NamedTuple):
     of: str
 
     def changed(self, facts: Facts) -> float:
-        """The share of the rows that are new, gone or relabelled since; 1 for those of another gallery."""
-        gallery, rows, next_id, changes = self.state
-        if gallery != facts.gallery or self.encoder != (facts.fingerprint or ""):
-            return 1.0
-        return float(((facts.next_id - next_id) + (facts.changes - changes)) / max(rows, 1))
+        """The share of the rows that are new, gone or relabelled since; a copy of the gallery has the same."""
+        rows, next_id, changes = self.state
+        return float((abs(facts.next_id - next_id) + abs(facts.changes - changes)) / max(rows, 1))
 
 
 def learn_gallery(
@@ -72,7 +70,7 @@ def learn_gallery(
         only_near=store.kind != "sqlite" or facts.rows > EXACT or bool(facts.beyond.get("stored")),
         queries=queries,
     )
-    state = [facts.gallery, facts.rows, facts.next_id, facts.changes]
+    state = [facts.rows, facts.next_id, facts.changes]
     today = date.today().isoformat()
     return Recognition(
         recogniser, uuid.uuid4().hex, facts.fingerprint or "", state, len(number), int(counts.sum()), today, of

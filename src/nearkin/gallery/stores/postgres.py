@@ -123,6 +123,9 @@ class PostgresStore:
         if tuple(map(int, version.split(".")[:2])) < OLDEST:
             raise ValueError(f"{self.where}: needs pgvector {'.'.join(map(str, OLDEST))} or newer, got {version}")
 
+    def label_table(self, key: str, project: Project) -> None:
+        """Rows are on the server."""
+
     def close(self) -> None:
         self.connections.close()
 
@@ -283,9 +286,6 @@ class PostgresStore:
             return dict(cursor.execute(query, (list(self.damaged),)).fetchall())
 
     @_again
-    def label_table(self, key: str, project: Project) -> None:
-        """Rows are on the server."""
-
     def label_sizes(self) -> dict[int, int]:
         copies, known = self._facts_read
         counted = known is not None and self._label_sizes[0] == self._label_state(known)
