@@ -1,4 +1,4 @@
-"""Who is this, on photographs by a frozen encoder: real ones where they are at hand, and generated ones of another day."""
+"""Who is this, on photographs by a frozen encoder: real ones where they are at hand, generated ones of another day."""
 
 import io
 import tarfile
@@ -25,10 +25,12 @@ def embedded(pictures, labels):
     return np.concatenate(parts), np.unique(labels, return_inverse=True)[1]
 
 
-@pytest.fixture(scope="module")
+kept = {}  # embeddings by the name of a set
+
+
+@pytest.fixture
 def photographs(shared_data):
     """By the name of a set, its embeddings and labels."""
-    kept = {}
 
     def birds():
         draw, by_class = np.random.default_rng(0), defaultdict(list)
