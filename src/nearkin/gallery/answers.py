@@ -1,6 +1,6 @@
 """Who is this: the best candidate always, how surely, and whether that is sure enough to name it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -89,24 +89,30 @@ class Asked(NamedTuple):
 
 
 def compose(
-    answers: Answers, labels: Sequence[str], hits: Sequence[Hit], far: Far, asked: Asked, itself: str | None
+    answers: Answers,
+    numbers: Mapping[str, int],
+    hits: Sequence[Hit],
+    best: str,
+    far: Far,
+    asked: Asked,
+    itself: str | None,
 ) -> Identity:
-    """The answer to one query. labels: by their numbers in `answers`. hits: labelled, nearest first, with one of the
-    best label. itself: the label of this very item, where it is enrolled."""
+    """The answer to one query. numbers: of labels in `answers`; best: the best one. hits: labelled, nearest first, with
+    one of the best label. itself: the label of this very item, where it is enrolled."""
     nearest: dict[str, Hit] = {}
     for hit in hits:
         nearest.setdefault(hit.label, hit)
     right, none = float(answers.shares[0, RIGHT]), float(answers.shares[0, NONE])
-    scores, best = answers.scores[0].copy(), int(answers.best[0])
-    scores[best] = -np.inf
+    scores = answers.scores[0].copy()
+    scores[int(answers.best[0])] = -np.inf
     others = softmax(scores[None])[0] if (scores > NOTHING).any() else np.zeros_like(scores)
-    number = {label: i for i, label in enumerate(labels)}
-    probability = {label: (1 - right - none) * float(others[number[label]]) for label in nearest if label in number}
-    probability[labels[best]] = right
+    competing = [label for label in nearest if numbers.get(label, len(others)) < len(others)]
+    probability = {label: (1 - right - none) * float(others[numbers[label]]) for label in competing}
+    probability[best] = right
     if itself is not None:
         right, none = 1 - SAME, SAME / 2
         probability = {label: SAME / 2 * p for label, p in probability.items()} | {itself: right}
-    first = labels[best] if itself is None else itself
+    first = best if itself is None else itself
     order = sorted(
         nearest, key=lambda label: (label != first, -probability.get(label, 0.0), -nearest[label].similarity)
     )

@@ -1,6 +1,7 @@
 """Scores the labels of a gallery for one query: all labels where rows are in memory, else those of the nearest rows."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,6 @@ from nearkin.gallery.recognition import Recognition
 from nearkin.gallery.results import Hit, hit_of
 from nearkin.gallery.schema import UNLABELLED, Filter, Floats, unpack
 from nearkin.gallery.stores import Store
-from nearkin.gallery.stores.label_table import LabelTable
 
 __all__ = ["LabelScorer"]
 
@@ -21,8 +21,10 @@ ROWS = 1000  # of the nearest labels, at most
 
 
 class _Scored(NamedTuple):
-    table: LabelTable
+    key: str
+    version: int
     labels: list[str]
+    numbers: Mapping[str, int]
     scores: LabelScores
 
 
@@ -32,6 +34,7 @@ class LabelScorer:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._last: _Scored | None = None
+        self._lock = threading.Lock()  # the scores are changed in place
 
     def answer(
         self,
@@ -45,30 +48,40 @@ class LabelScorer:
     ) -> Identity:
         """hits: labelled rows, nearest first. itself: see `answers.compose`."""
         recogniser = recognition.recogniser
-        scored = self._all_labels(recognition) if filter is None else None
-        if scored is None:
-            scored = _near_labels(rows, recogniser, vector, hits, filter)
-        number = {label: i for i, label in enumerate(scored.labels)}
-        known = [hit for hit in hits if hit.label in number]  # one may have been enrolled meanwhile
-        near = Hits(np.array([[hit.similarity for hit in known]]), np.array([[number[hit.label] for hit in known]]))
-        found = recogniser.answer(
-            recogniser.rows(vector[None]).astype(np.float64), near, scored.scores, asked.unknown_prior
-        )
+        query = recogniser.rows(vector[None]).astype(np.float64)
+        with self._lock:
+            scored = self._all_labels(recognition) if filter is None else None
+            if scored is None:
+                scored = _near_labels(rows, recogniser, vector, hits, filter)
+            numbers, count = scored.numbers, len(scored.labels)
+            known = [hit for hit in hits if numbers.get(hit.label, count) < count]  # one may be new this moment
+            codes = np.array([[numbers[hit.label] for hit in known]])
+            near = Hits(np.array([[hit.similarity for hit in known]]), codes)
+            found = recogniser.answer(query, near, scored.scores, asked.unknown_prior)
         best = scored.labels[int(found.best[0])]
         if all(hit.label != best for hit in hits):  # its nearest row is not among the nearest of all
             only = Filter((best,), {} if filter is None else filter.keys)
             hits = [*hits, *(hit_of(row, cosine) for row, cosine in rows.nearest(vector, 1, only))]
-        return answers.compose(found, scored.labels, hits, recogniser.far, asked, itself)
+        return answers.compose(found, numbers, hits, best, recogniser.far, asked, itself)
 
     def _all_labels(self, recognition: Recognition) -> _Scored | None:
-        table = self._store.label_table(recognition.key, recognition.recogniser.rows)
+        last = self._last if self._last is not None and self._last.key == recognition.key else None
+        recogniser, since = recognition.recogniser, None if last is None else last.version
+        table = self._store.label_table(recognition.key, recogniser.rows, since)
         if table is None:
             return None
-        if self._last is None or self._last.table is not table:
-            keep = np.array([label != UNLABELLED for label in table.labels], bool)
-            labels = [label for label in table.labels if label != UNLABELLED]
-            scores = recognition.recogniser.scores(table.counts[keep], table.sums[keep])
-            self._last = _Scored(table, labels, scores)
+        if last is not None and table.changed is not None and not len(table.changed):
+            return last
+        counts = table.counts.copy()
+        if UNLABELLED in table.numbers:
+            counts[table.numbers[UNLABELLED]] = 0
+        if last is not None and table.changed is not None:
+            scores = last.scores
+            scores.update(counts, table.sums, table.changed)
+        else:
+            scores = recogniser.scores(counts, table.sums)
+        labels = list(table.numbers)
+        self._last = _Scored(recognition.key, table.version, labels, table.numbers, scores)
         return self._last
 
 
@@ -83,4 +96,4 @@ def _near_labels(
     codes = np.array([number[row.label] for row in found], np.int64)
     coordinates = recogniser.rows(unpack([row.vector for row in found], len(vector)))
     sums = LabelSums.of(coordinates, codes, len(labels))
-    return _Scored(LabelTable(labels, *sums), labels, recogniser.scores(*sums))
+    return _Scored("", 0, labels, number, recogniser.scores(*sums))

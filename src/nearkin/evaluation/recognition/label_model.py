@@ -164,16 +164,30 @@ class LabelScores:
 
     def __init__(self, between: Floats, counts: Counts, sums: Floats) -> None:
         self.between, self.counts, self.sums = between, counts, sums
-        sizes, self._size_of = np.unique(counts, return_inverse=True)
-        now, then = (1 + np.outer(n, between) for n in (sizes, sizes + 1))
-        scale = between / then / 2  # (U, K')
-        constant = ((np.log(now) - np.log(then)).sum(1) / 2)[self._size_of]
-        self._linear = np.empty(sums.shape, np.float32)
-        for size, gain in enumerate(scale - between / now / 2):
-            same = np.flatnonzero(self._size_of == size)
-            constant[same] += sums[same] ** 2 @ gain
-            self._linear[same] = 2 * scale[size] * sums[same]
-        self._constant, self._square = constant, scale
+        self._sizes: dict[int, int] = {}  # a row of `_square` per number of rows that a label has
+        self._square = np.zeros((0, len(between)))
+        self._constant, self._size_of = np.zeros(0), np.zeros(0, np.int64)
+        self._linear = np.zeros((0, len(between)), np.float32)
+        self.update(counts, sums, np.arange(len(counts)))
+
+    def update(self, counts: Counts, sums: Floats, changed: Counts) -> None:
+        """The labels as they are now, of which those of these numbers have changed; there may be more than before."""
+        self.counts, self.sums, more = counts, sums, len(counts) - len(self._constant)
+        if more:
+            self._constant = np.concatenate([self._constant, np.zeros(more)])
+            self._size_of = np.concatenate([self._size_of, np.zeros(more, np.int64)])
+            self._linear = np.concatenate([self._linear, np.zeros((more, self._linear.shape[1]), np.float32)])
+        for size in np.unique(counts[changed]).tolist():
+            same = changed[counts[changed] == size]
+            now, then = 1 + size * self.between, 1 + (size + 1) * self.between
+            scale = self.between / then / 2
+            if size not in self._sizes:
+                self._sizes[size] = len(self._square)
+                self._square = np.concatenate([self._square, scale[None]])
+            self._size_of[same] = self._sizes[size]
+            gain = sums[same] ** 2 @ (scale - self.between / now / 2)
+            self._constant[same] = gain + (np.log(now) - np.log(then)).sum() / 2
+            self._linear[same] = 2 * scale * sums[same]
 
     def __call__(self, queries: Rows) -> Floats:
         """(Q, C) log ratios; `NOTHING` for a label without rows."""

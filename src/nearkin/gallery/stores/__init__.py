@@ -209,9 +209,9 @@ class Store(Protocol):
     def label_sizes(self) -> dict[int, int]:
         """How many labels have 1, 2, … rows."""
 
-    def label_table(self, key: str, project: Project) -> LabelTable | None:
-        """The sums of every label's rows in the coordinates of `project`, which `key` names; None where rows are on a
-        server or on the disk, or more than an exact search reads."""
+    def label_table(self, key: str, project: Project, since: int | None = None) -> LabelTable | None:
+        """Every label's sum of rows in the coordinates of `project`, which `key` names. since: the caller's version.
+        None where rows are on a server, on the disk, or more than an exact search reads."""
 
     def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
         """Rows of these labels."""

@@ -131,17 +131,17 @@ class Matrix:
         self._rounded, self._scales = self._rounded[positions], self._scales[positions]
         self.alive, self.count, self.removed = np.ones(len(alive), bool), len(alive), 0
 
-    def label_table(self, key: str, project: Project) -> LabelTable:
+    def label_table(self, key: str, project: Project, since: int | None) -> LabelTable:
         """Each label's sum of rows in the coordinates of `project`, named by `key`; new rows alone are projected."""
         if self._row_sums is None or self._row_sums.key != key:
-            self._row_sums = RowSums(key, project)
+            self._row_sums, since = RowSums(key, project), None
         sums = self._row_sums
         new = np.flatnonzero(self.alive[sums.done : self.count]) + sums.done
         for start in range(0, len(new), BLOCK):
             some = new[start : start + BLOCK]
             sums.add(self.rows[some], self.label_codes[some])
         sums.done = self.count
-        return sums.table(self.labels, self.label_counts)
+        return sums.table(self.labels, self.label_counts, since)
 
     def _add_sums(self, at: int, sign: int) -> None:
         if self._row_sums is not None and at < self._row_sums.done:

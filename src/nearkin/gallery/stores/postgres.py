@@ -123,7 +123,7 @@ class PostgresStore:
         if tuple(map(int, version.split(".")[:2])) < OLDEST:
             raise ValueError(f"{self.where}: needs pgvector {'.'.join(map(str, OLDEST))} or newer, got {version}")
 
-    def label_table(self, key: str, project: Project) -> None:
+    def label_table(self, key: str, project: Project, since: int | None = None) -> None:
         """Rows are on the server."""
 
     def close(self) -> None:

@@ -255,11 +255,11 @@ class SqliteStore:
         with self._refreshed() as (_, rows):
             return rows.counts_of(labels)
 
-    def label_table(self, key: str, project: Project) -> LabelTable | None:
+    def label_table(self, key: str, project: Project, since: int | None = None) -> LabelTable | None:
         with self._refreshed() as (_, rows):
             if isinstance(rows, DiskIndex) or rows.count - rows.removed > EXACT:
                 return None
-            return rows.label_table(key, project)
+            return rows.label_table(key, project, since)
 
     @contextmanager
     def _refreshed(self) -> Iterator[tuple[Any, Matrix | DiskIndex]]:
