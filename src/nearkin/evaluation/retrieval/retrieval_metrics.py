@@ -93,7 +93,8 @@ def retrieval(
     faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
     interval: also the 95 % interval of each metric over the choice of classes, as `.intervals[name]`, by
     `cluster_bootstrap.share_interval`; over the choice of queries where there are no classes: multi-label rows, a
-    `Relation` without ids. (nan, nan) with fewer than 5 classes; one-sided where the metric is 0 or 1.
+    `Relation` without ids. (nan, nan) with fewer than 5 classes, as `.notes` then says; one-sided where the metric is 0
+    or 1.
     group: a `dist.ProcessGroup` of processes that share the search. All of them call this with the same arguments, and
     all get the result, which is that of one process. Without it a process works alone, even under torchrun.
     rerank: `KReciprocal`, `AlphaQE` or `DBA`, or a name as "k-reciprocal:k1=20": the order after re-ranking is
@@ -125,6 +126,7 @@ def summary(
         for name, value in values.items():
             missed = value if without_positives == "skip" else torch.where(known & ~valid, 0.0, value)
             result.intervals[name] = cluster_bootstrap.share_interval(missed, classes)
+        cluster_bootstrap.explain_missing(result, classes)
     return result
 
 

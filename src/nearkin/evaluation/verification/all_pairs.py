@@ -13,6 +13,7 @@ from torch import Tensor
 from nearkin.core import checks, random
 from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Array, Counts, Floats, Ids, Progress, Scores, takes_arrays
+from nearkin.evaluation.statistics.cluster_bootstrap import explain_missing
 from nearkin.evaluation.verification import pair_bootstrap, pair_scan
 from nearkin.evaluation.verification.pair_scan import Scan, Search
 from nearkin.evaluation.verification.roc import (
@@ -151,6 +152,7 @@ def _add_intervals(result: Scores[Any], scan: Scan, keys: Counts, settings: dict
         off = result[name] - value  # the grid omits what lies between its scores
         result.intervals[name] = float(np.maximum(low + off, 0.0)), float(np.minimum(high + off, 1.0))
     pair_bootstrap.drop_unsupported(result, fars, pairs)
+    explain_missing(result, scan.classes)
     result["operating_points"] = pair_bootstrap.with_wider_intervals(points, ends[len(names) :])
 
 

@@ -96,7 +96,7 @@ def by_classes(
 
 
 def drop_unsupported(result: Scores[Any], fars: Sequence[float], pairs: int) -> None:
-    """Drops the intervals of TARs at FARs for which there are too few pairs of classes, with a line in "notes".
+    """Drops the intervals of TARs at FARs for which there are too few pairs of classes, with a line in the notes.
 
     With fewer than 4 pairs of classes accepted, the threshold is the score of the closest two or three, which no
     resample varies as new classes would.
@@ -105,9 +105,10 @@ def drop_unsupported(result: Scores[Any], fars: Sequence[float], pairs: int) -> 
     for far in without:
         result.intervals[f"tar@far={far}"] = binomial.NONE
     shown = ", ".join(f"{far:g}" for far in without)
-    result["notes"] = [
+    result.notes += [
         f"no interval of the TAR at FAR {shown}: it takes {CLASS_PAIRS} / FAR pairs of different classes, got {pairs:,}"
     ] * bool(without)
+    result["notes"] = result.notes
 
 
 def by_pairs(

@@ -18,6 +18,8 @@ from torch import Tensor
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.arrays import Array, Counts, Floats, Ids, Progress, Scores, Values, group_numbers, takes_arrays
+from nearkin.evaluation.statistics.binomial import MIN_CLASSES
+from nearkin.evaluation.statistics.cluster_bootstrap import explain_missing
 from nearkin.evaluation.verification import pair_bootstrap
 from nearkin.evaluation.verification.roc import (
     FARS,
@@ -268,4 +270,9 @@ def _add_intervals(
         ends = pair_bootstrap.by_classes(measure, cells, steep=range(3, len(names)), **settings)
     result.intervals = dict(zip(names, ends, strict=False))
     pair_bootstrap.drop_unsupported(result, fars, int(cells.class_pair.max()) + 1)
+    if ids is not None:
+        explain_missing(result, torch.from_numpy(ids))
+    elif min(result["genuine"], result["impostors"]) < MIN_CLASSES:
+        counts = f"{result['genuine']} genuine and {result['impostors']} impostors"
+        result.notes[:] = [f"no intervals: they take at least {MIN_CLASSES} pairs of each kind; got {counts}"]
     result["operating_points"] = pair_bootstrap.with_wider_intervals(points, ends[len(names) :])
