@@ -141,7 +141,10 @@ def operating_point(scores: Values, same: Values, far: float = 1e-3, *, confiden
 
 @takes_arrays
 def pair_scores(embeddings: Array, pairs: Array, similarity: str = "cosine") -> Tensor:
-    """Similarities (M,), "cosine" or "dot", in the widest type, of embeddings (N, D) at pairs (M, 2) of row numbers."""
+    """Similarities (M,), "cosine" or "dot", in the widest type, of embeddings (N, D) at pairs (M, 2) of row numbers.
+
+    The cosine of rows of one direction is exactly 1, so that rounding does not order such pairs.
+    """
     checks.rows("embeddings", embeddings)
     checks.one_of("similarity", similarity, ("cosine", "dot"))
     if not isinstance(pairs, Tensor) or pairs.dtype == torch.bool or pairs.is_floating_point() or pairs.is_complex():
@@ -158,7 +161,10 @@ def pair_scores(embeddings: Array, pairs: Array, similarity: str = "cosine") -> 
     for start in range(0, len(pairs), _CHUNK):
         chunk = pairs[start : start + _CHUNK]
         left, right = (prepare(embeddings[side].to(distances.wide(embeddings))) for side in chunk.unbind(1))
-        parts.append((left * right).sum(1))
+        score = (left * right).sum(1)
+        if similarity == "cosine":
+            score = torch.where((left == right).all(1) & (score > 0.5), 1.0, score)
+        parts.append(score)
     return torch.cat(parts) if parts else embeddings.new_zeros(0)
 
 
