@@ -344,6 +344,12 @@ def test_nobody_and_no_kin():
     [
         ({"metrics": ("map@k",)}, ValueError, 'unknown metrics "map@k"'),
         ({"ks": (0,)}, ValueError, "ks must be >= 1, got 0"),
+        ({"ks": ()}, ValueError, "ks must name at least one k for recall, ndcg and cmc, got none"),
+        (
+            {"ks": (3,), "metrics": ("map@r",)},
+            ValueError,
+            "ks would have no effect: of the metrics only recall, ndcg, cmc have a k, got map@r; leave it out",
+        ),
         ({"without_positives": "drop"}, ValueError, 'unknown without_positives "drop"; known: skip, miss'),
         ({"labels": torch.zeros(4, dtype=torch.long)}, ValueError, "labels must have one entry per row"),
         ({"gallery": torch.ones(2, 3)}, ValueError, "gallery_labels must be given with gallery, got None"),

@@ -450,6 +450,18 @@ SCORES, SAME = torch.tensor([0.1, 0.9]), torch.tensor([False, True])
         (lambda: verification(SCORES, SAME + 1), "same must be bool or 0/1 whole numbers, got 2"),
         (lambda: verification(SCORES, SAME, fars=(0.0,)), "fars must be > 0 and < 1, got 0.0"),
         (lambda: verification(SCORES, SAME, folds=1), "folds must be >= 2, got 1"),
+        (
+            lambda: verification(SCORES, SAME, samples=9),
+            "samples would have no effect: interval is False; leave it out",
+        ),
+        (lambda: verification(SCORES, SAME, classes=SAME), "classes would have no effect: interval is False"),
+        (lambda: verification(SCORES, SAME, interval=True, samples=0), "samples must be >= 1, got 0"),
+        (
+            lambda: all_pairs(torch.eye(3), torch.arange(3) // 2, samples=9),
+            "samples would have no effect: interval is Fal",
+        ),
+        (lambda: all_pairs(torch.eye(3), torch.arange(3) // 2, seed=0), "seed would have no effect: interval is False"),
+        (lambda: all_pairs(torch.eye(3), torch.arange(3) // 2, seed=-1, interval=True), "seed must be >= 0, got -1"),
         (lambda: verification(SCORES, SAME, folds=torch.zeros(2).long()), "at least 2 folds, got 1"),
         (lambda: verification(SCORES, SAME, folds=torch.zeros(3).long()), "whole number per pair: 2 pairs, got 3"),
         (lambda: verification(SCORES, SAME, embeddings=torch.ones(2, 2)), "either scores, or embeddings and pairs"),

@@ -170,6 +170,7 @@ def _verification(task: Task) -> dict[str, Any]:
     if task.pairs is None:
         assert labels is not None
         options |= {"budget": settings.budget, "group": task.group}
+        options["seed"] = settings.seed if settings.interval else None
         scores = all_pairs(task.queries.embeddings, labels, points=_POINTS, **options)
         scores["roc"] = scores["roc"]._asdict()
     else:

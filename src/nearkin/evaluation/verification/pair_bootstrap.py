@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.core import random
+from nearkin.core import checks, random
 from nearkin.evaluation.arrays import Counts, Ends, Floats, Progress, Scores
 from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.cluster_bootstrap import coin_flips, resamples
 from nearkin.evaluation.verification.roc import OperatingPoint, most_accepted
 
 __all__ = [
-    "SAMPLES", "Cells", "SortedPairs", "by_classes", "by_pairs", "drop_unsupported", "with_wider_intervals",
+    "SAMPLES", "Cells", "SortedPairs", "by_classes", "by_pairs", "drop_unsupported", "only_with_interval",
+    "with_wider_intervals",
 ]  # fmt: skip
 
 SAMPLES = 1000
@@ -93,6 +94,13 @@ def by_classes(
     freedom = _freedoms(weighted(_without(cells.classes, left_out, seed)), cells.classes)
     variance[list(steep)], freedom[list(steep)] = full[list(steep)], cells.classes - 1
     return _ends(values[0], variance, freedom, cells.classes, confidence)
+
+
+def only_with_interval(interval: bool, **settings: object) -> None:
+    """Refuses settings of the resamples where there are none."""
+    for name, value in settings.items():
+        if not interval and value is not None:
+            checks.no_effect(name, "interval is False")
 
 
 def drop_unsupported(result: Scores[Any], fars: Sequence[float], pairs: int) -> None:

@@ -55,7 +55,7 @@ def verification(
     confidence: float = 0.95,
     interval: bool = False,
     classes: Values | None = None,
-    samples: int = pair_bootstrap.SAMPLES,
+    samples: int | None = None,
     progress: Progress | None = None,
     groups: Ids | None = None,
 ) -> Scores[Any]:
@@ -79,13 +79,14 @@ def verification(
 
     Accuracy and its threshold depend on the share of genuine pairs; TAR, FAR and EER do not.
 
-    interval: also the interval of "eer", "auc", "accuracy" and each TAR, as `.intervals[name]`, from `samples`
+    interval: also the interval of "eer", "auc", "accuracy" and each TAR, as `.intervals[name]`, from `samples` (1,000)
     resamples of the classes of the pairs (see `pair_bootstrap`): `classes` (M, 2), the ids of both sides, taken from
     `labels` where these are passed. Without either, pairs are resampled as if they were independent, which pairs that
     share a person are not. A TAR at a FAR that accepts fewer than 4 pairs of classes has none, and "notes" says so. The
     folds keep their thresholds, which makes the interval of accuracy a little too narrow. The rates of operating points
     then have the wider of this interval and the binomial one.
     """
+    pair_bootstrap.only_with_interval(interval, samples=samples, classes=classes)
     if embeddings is not None or pairs is not None:
         if scores is not None or embeddings is None or pairs is None:
             raise ValueError("verification needs either scores, or embeddings and pairs; got a mixture")
@@ -119,6 +120,8 @@ def verification(
     result["threshold"] = _most_accurate(values, is_genuine)
     if interval:
         ids = None if classes is None else _identities(classes, is_genuine)
+        samples = pair_bootstrap.SAMPLES if samples is None else samples
+        checks.integer("samples", samples, 1)
         settings = {"samples": samples, "seed": seed, "confidence": confidence, "progress": progress}
         _add_intervals(result, values, is_genuine, ids, fold, right, settings)
     return result
