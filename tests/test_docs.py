@@ -12,6 +12,7 @@ from PIL import Image
 
 from nearkin import evaluation
 from nearkin.cli import app
+from nearkin.core import toml
 from nearkin.training.config import registry
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +62,17 @@ def test_both_languages_of_the_readme_say_the_same():
     assert english.count("](docs/pictures/") == korean.count("](docs/pictures/") == 3
     assert "(README.ko.md)" in english and "(README.md)" in korean
     assert english.count("\n## ") == korean.count("\n## ") and english.count("\n| ") == korean.count("\n| ")
+
+
+def test_the_first_install_command_is_of_a_checkout_and_its_extras_exist():
+    """nearkin is not published: a command that asks an index for it ends in an error."""
+    extras = set(toml.read_file(ROOT / "pyproject.toml")["project"]["optional-dependencies"])
+    index = re.search(r"--index-url (\S+)", (ROOT / "Dockerfile").read_text())[1]
+    for name in ("README.md", "README.ko.md", "docs/start/index.md", "notebooks/README.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        first = re.search(r"^ *pip (.*)", text, re.M)[1]
+        assert set(re.match(r"install '\.\[(.*?)\]'", first)[1].split(",")) <= extras, name
+        assert "notebooks" in name or f"pip install torch --index-url {index}" in text, name
 
 
 def test_figures_of_the_readme_are_those_measured():

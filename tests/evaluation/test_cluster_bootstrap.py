@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
+from nearkin import evaluation
 from nearkin.core import relations
 from nearkin.evaluation import bootstrap, compare, retrieval
 from nearkin.evaluation.retrieval import retrieval_metrics
@@ -279,8 +280,36 @@ def test_two_classes_get_a_sentence_in_place_of_an_interval():
         "no 95 % intervals: they take at least 5 classes, which show how classes differ; got 2 classes"
     )
     assert "got 7 classes, too few of them with something to find" in cluster_bootstrap.too_few(7)
-    x, labels = blobs(2, 4, 0.6)
-    assert all(map(math.isnan, sum(retrieval(x, labels, interval=True).intervals.values(), ())))
+
+
+@pytest.mark.parametrize("classes", [4, 5])
+def test_results_without_intervals_say_why(classes):
+    x, labels = blobs(classes, 6, 0.6)
+    pairs = torch.combinations(torch.arange(len(x)))
+    measured = {
+        "retrieval": lambda **on: retrieval(x, labels, **on),
+        "clustering": lambda **on: evaluation.clustering(x, labels, **on),
+        "all_pairs": lambda **on: evaluation.all_pairs(x, labels, fars=(0.5,), **on),
+        "verification": lambda **on: evaluation.verification(
+            embeddings=x, pairs=pairs, labels=labels, fars=(0.5,), **on
+        ),
+        "one_shot": lambda **on: evaluation.one_shot(x, labels, ways=2, episodes=9, **on),
+        "graded": lambda **on: evaluation.graded(x, x[:, 0], classes=labels, **on),
+        "bcubed": lambda **on: evaluation.bcubed(labels, labels % 3, **on),
+    }
+    for name, function in measured.items():
+        result, plain = function(interval=True), function()
+        missing = [math.isnan(low) for low, _ in result.intervals.values()]
+        assert missing == [classes < 5] * len(missing) and missing, name
+        assert result.notes == ([cluster_bootstrap.too_few(4)] if classes < 5 else []), name
+        assert plain.notes == [] and result.get("notes", result.notes) == result.notes
+
+
+def test_few_pairs_without_classes_have_no_interval_and_say_why():
+    scores, same = torch.rand(24), torch.arange(24) < 3
+    result = evaluation.verification(scores, same, fars=(0.2,), interval=True)
+    assert all(math.isnan(low) for low, _ in result.intervals.values())
+    assert result.notes == ["no intervals: they take at least 5 pairs of each kind; got 3 genuine and 21 impostors"]
 
 
 def test_bad_input_is_named():

@@ -344,6 +344,12 @@ def test_nobody_and_no_kin():
     [
         ({"metrics": ("map@k",)}, ValueError, 'unknown metrics "map@k"'),
         ({"ks": (0,)}, ValueError, "ks must be >= 1, got 0"),
+        ({"ks": ()}, ValueError, "ks must name at least one k for recall, ndcg and cmc, got none"),
+        (
+            {"ks": (3,), "metrics": ("map@r",)},
+            ValueError,
+            "ks would have no effect: of the metrics only recall, ndcg, cmc have a k, got map@r; leave it out",
+        ),
         ({"without_positives": "drop"}, ValueError, 'unknown without_positives "drop"; known: skip, miss'),
         ({"labels": torch.zeros(4, dtype=torch.long)}, ValueError, "labels must have one entry per row"),
         ({"gallery": torch.ones(2, 3)}, ValueError, "gallery_labels must be given with gallery, got None"),
@@ -359,13 +365,58 @@ def test_error_sentences(change, error, sentence):
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e-3, 1e-6, 0.0])
-@pytest.mark.parametrize("similarity", ["cosine", "euclidean"])
+@pytest.mark.parametrize("similarity", knn.SIMILARITIES)
 def test_close_embeddings_of_few_classes_are_ranked_the_same_either_way(spread, similarity, monkeypatch):
-    """Deciding pair by pair and scoring every cell once: the same positions, also where rows are equal."""
+    """Proposed in float32 or float64, decided pair by pair or by scoring every cell once: the same positions."""
     x = torch.ones(1, 6) + spread * torch.randn(120, 6).round(decimals=1)
+    x[100:] = x[:20]
     y = torch.arange(120) % 3
     result = []
-    for worth in (-1, 10**9):
-        monkeypatch.setattr(by_sorting, "_WORTH", worth)
-        result.append(dict(retrieval(x, y, ks=(1, 5), metrics=retrieval_metrics.METRICS, similarity=similarity)))
-    assert result[0] == result[1]
+    for doubts in (-1, 10**9):
+        for worth in (-1, 10**9):
+            monkeypatch.setattr(by_sorting, "_DOUBTS", doubts)
+            monkeypatch.setattr(by_sorting, "_WORTH", worth)
+            result.append(dict(retrieval(x, y, ks=(1, 5), metrics=ALL, similarity=similarity)))
+    assert result[0] == result[1] == result[2] == result[3]
+
+
+def overlapping(items, dim, classes):
+    """Pooled features of few, large classes: a common mean, directions in which classes overlap, ReLU."""
+    y, base, own = torch.arange(items) % classes, torch.randn(dim).abs() * 1.2, torch.randn(classes, dim) * 0.12
+    within = torch.randn(items, 24) @ torch.randn(24, dim) * (0.35 / 24**0.5)
+    return torch.relu(base + own[y] + within + 0.1 * torch.randn(items, dim)), y
+
+
+@pytest.mark.parametrize("similarity", knn.SIMILARITIES)
+@pytest.mark.parametrize("classes", [3, 20])
+def test_few_large_overlapping_classes_leave_little_to_decide(classes, similarity, monkeypatch):
+    """Pairs that are scored one by one cost a hundred times a product: 0.3 to 0.6 of all pairs made retrieval slow."""
+    x, y = overlapping(600, 640, classes)
+    worked, exact = [], Space.exact
+    monkeypatch.setattr(Space, "exact", lambda self, rows, items: worked.append(len(rows)) or exact(self, rows, items))
+    result = retrieval(x, y, metrics=ALL, similarity=similarity)
+    assert sum(worked) < 600 * 600 // 200
+    for budget in (600 * 112 + 64 * 300, 2**20):  # no copy of the rows, copies of float32 alone
+        assert retrieval(x, y, metrics=ALL, similarity=similarity, budget=budget) == result
+    wide = x.double()
+    unit = torch.nn.functional.normalize(wide)
+    score = {"cosine": unit @ unit.T, "dot": wide @ wide.T, "euclidean": -torch.cdist(wide, wide)}[similarity]
+    order = score.fill_diagonal_(-torch.inf).argsort(dim=1, descending=True)[:, :-1]
+    hits = y[order] == y[:, None]
+    rows = [metrics_of(row, (1, 2, 4, 8)) for row in hits.tolist()]
+    same(result, {name: sum(row[name] for row in rows) / 600 for name in rows[0]})
+
+
+@pytest.mark.parametrize("similarity", knn.SIMILARITIES)
+@pytest.mark.parametrize("spread", [1.0, 1e-4])
+def test_the_bound_of_float64_holds_and_is_narrow(spread, similarity):
+    for dim in (3, 640):
+        x = 1 + spread * torch.randn(200, dim)
+        space = Space(x, None, similarity, knn.BUDGET)
+        space.sharpen(0)
+        rows = torch.arange(200)
+        row, item = (part.flatten() for part in torch.meshgrid(rows, rows, indexing="ij"))
+        low, high = space.range_of(row, knn.proposed_rows(space, rows).fill_diagonal_(torch.nan).flatten())
+        exact, other = space.exact(row, item), row != item
+        assert bool(((low <= exact) & (exact <= high))[other].all())
+        assert float((high - low)[other].max()) < 1e-11 * float(exact.abs().max().clamp(min=dim))

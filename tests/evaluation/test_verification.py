@@ -13,6 +13,8 @@ from scipy.stats import beta
 from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import roc_auc_score, roc_curve
 
+from nearkin.core import distances
+from nearkin.evaluation.retrieval import duplicate_rows
 from nearkin.evaluation.statistics.binomial import binomial
 from nearkin.evaluation.verification import pair_scan
 from nearkin.evaluation.verification.all_pairs import all_pairs
@@ -241,6 +243,45 @@ def test_all_pairs_by_cosine_on_real_numbers(kind):
     assert result["auc"] == pytest.approx(expected["auc"], abs=1e-12 if kind == torch.float64 else 1e-6)
 
 
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("tile", [7, 16, 1024])
+def test_equal_rows_tie_wherever_they_lie(tile, similarity, monkeypatch):
+    """Rounded by its place in a tile, one score stood above or below the score of an equal pair."""
+    monkeypatch.setattr(pair_scan, "TILE", tile)
+    pairs = torch.combinations(torch.arange(60))
+    for seed in range(6):
+        g = torch.Generator().manual_seed(seed)
+        labels = torch.randint(0, 7, (60,), generator=g)
+        x = (torch.randn(60, 6, generator=g) + 1.5 * torch.randn(7, 6, generator=g)[labels]).double()
+        x[3], x[10:15], x[30], x[31:34] = x[4], x[20:25], 2 * x[31], 0  # across classes, and rows of one direction
+        copies = duplicate_rows.first_copies(x, distances.unit if similarity == "cosine" else distances.upcast)
+        wide = distances.unit(x) if similarity == "cosine" else x
+        table = (wide @ wide.T)[copies][:, copies]  # one number for equal pairs
+        table = table.triu() + table.triu(1).T
+        if similarity == "cosine":
+            table[(copies[:, None] == copies) & (table > 0.5)] = 1.0
+        expected = verification(*brute(table, labels), fars=(0.1, 0.01))
+        listed = verification(embeddings=x, pairs=pairs, labels=labels, similarity=similarity, fars=(0.1, 0.01))
+        every = all_pairs(x, labels, similarity=similarity, fars=(0.1, 0.01))
+        for name in ("auc", "eer", "tar@far=0.1", "tar@far=0.01"):
+            assert every[name] == listed[name] == expected[name]
+        tied = (copies[pairs[:, 0]] == copies[pairs[:, 1]]) & (wide[pairs[:, 0]] != 0).any(1)
+        scores = pair_scores(x, pairs, similarity)[tied]
+        assert len(scores) > 5 and (similarity == "dot" or bool((scores == 1).all()))
+
+
+def test_copies_of_one_row_cost_no_more_tiles(monkeypatch):
+    """A collapsed set is one row, of which all pairs have the score."""
+    products, dot = [], distances.dot
+    monkeypatch.setattr(distances, "dot", lambda *sides: products.append(1) or dot(*sides))
+    monkeypatch.setattr(pair_scan, "TILE", 16)
+    done: list = []
+    labels = torch.arange(100) % 10
+    result = all_pairs(torch.ones(100, 4), labels, fars=(0.1,), progress=lambda *at: done.append(at))
+    assert (result["auc"], result["eer"], result["tar@far=0.1"]) == (0.5, 0.5, 0.0)
+    assert len(products) <= 4 and done[-1][0] == done[-1][1] and done[-1][0] % (100 * 99 // 2) == 0
+
+
 def test_all_pairs_do_not_depend_on_the_budget():
     labels = torch.arange(1100) % 100
     x = torch.randn(100, 16)[labels] + torch.randn(1100, 16)
@@ -409,6 +450,18 @@ SCORES, SAME = torch.tensor([0.1, 0.9]), torch.tensor([False, True])
         (lambda: verification(SCORES, SAME + 1), "same must be bool or 0/1 whole numbers, got 2"),
         (lambda: verification(SCORES, SAME, fars=(0.0,)), "fars must be > 0 and < 1, got 0.0"),
         (lambda: verification(SCORES, SAME, folds=1), "folds must be >= 2, got 1"),
+        (
+            lambda: verification(SCORES, SAME, samples=9),
+            "samples would have no effect: interval is False; leave it out",
+        ),
+        (lambda: verification(SCORES, SAME, classes=SAME), "classes would have no effect: interval is False"),
+        (lambda: verification(SCORES, SAME, interval=True, samples=0), "samples must be >= 1, got 0"),
+        (
+            lambda: all_pairs(torch.eye(3), torch.arange(3) // 2, samples=9),
+            "samples would have no effect: interval is Fal",
+        ),
+        (lambda: all_pairs(torch.eye(3), torch.arange(3) // 2, seed=0), "seed would have no effect: interval is False"),
+        (lambda: all_pairs(torch.eye(3), torch.arange(3) // 2, seed=-1, interval=True), "seed must be >= 0, got -1"),
         (lambda: verification(SCORES, SAME, folds=torch.zeros(2).long()), "at least 2 folds, got 1"),
         (lambda: verification(SCORES, SAME, folds=torch.zeros(3).long()), "whole number per pair: 2 pairs, got 3"),
         (lambda: verification(SCORES, SAME, embeddings=torch.ones(2, 2)), "either scores, or embeddings and pairs"),

@@ -4,6 +4,7 @@ import re
 import time
 import tracemalloc
 import warnings
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from nearkin import evaluation, samplers
-from nearkin.samplers import ClassBalanced, ClassRatio, HardClasses, HardNegatives, LabelNeighbours, PairPerClass
+from nearkin.samplers import (
+    ClassBalanced,
+    ClassRatio,
+    HardClasses,
+    HardNegatives,
+    LabelNeighbours,
+    PairPerClass,
+    schedule,
+)
 
 quick = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**63 - 1)
@@ -1056,32 +1065,38 @@ GROUPED = ["ClassBalanced", "PairPerClass", "PairPerClass+", "HardClasses", "Har
 @quick
 @given(request=requests(), seed=seeds, most=st.integers(1, 6))
 def test_items_of_a_class_are_of_different_groups_as_far_as_possible(name, request, seed, most):
-    """In every turn that a class fills with items of its own, by an exact count of the best division."""
+    """Over the turns of each class in a pass, by an exact count of the best division."""
     labels, classes, per_class = request
     groups = groups_for(labels, most)
     each = 2 if name.startswith("PairPerClass") else per_class
     sampler = make(name, labels, classes, per_class, seed, groups=groups)
     plain = make(name, labels, classes, per_class, seed)
     assert len(sampler) == len(plain)
-    drawn = np.zeros(len(labels), int)
+    drawn, turns, repeated = np.zeros(len(labels), int), Counter(), Counter()
+    alone = np.where(groups < 0, groups.max() + 1 + np.arange(len(groups)), groups)
     for batch in epoch_of(sampler):
         np.add.at(drawn, batch, 1)
         for at in range(0, len(batch), each):
             items = np.array(batch[at : at + each])
             assert len(set(labels[items])) == 1
-            of_class = np.flatnonzero(labels == labels[items[0]])
-            assert len(set(items.tolist())) == min(each, len(of_class))
-            sizes = np.unique(groups[of_class][groups[of_class] >= 0], return_counts=True)[1]
-            turns = -(-len(of_class) // each)
-            numbers = [
-                (g, -1) if g >= 0 else (g, i) for g, i in zip(groups[items].tolist(), items.tolist(), strict=True)
-            ]
-            if len(of_class) >= each and (not len(sizes) or sizes.max() <= turns - 1):
-                own = len(of_class) - (turns - 1) * each  # of the last turn
-                assert len(set(numbers)) >= min(own, each)
-                if len(of_class) % each == 0:
-                    assert len(set(numbers)) == each
+            assert len(set(items.tolist())) == min(each, int((labels == labels[items[0]]).sum()))
+            turns[labels[items[0]]] += 1
+            repeated[labels[items[0]]] += each - len(set(alone[items]))
     assert (drawn[labels >= 0] >= 1).all() and (drawn[labels < 0] == 0).all(), "every item is drawn"
+    for c, number in turns.items():
+        sizes = np.unique(alone[labels == c], return_counts=True)[1]
+        # A group of more items than turns meets itself, and so do groups where a turn has more items than there are.
+        assert repeated[c] == max(np.maximum(sizes - number, 0).sum(), number * (each - min(each, len(sizes))))
+
+
+def test_items_of_a_class_with_groups_are_drawn_as_evenly_as_their_groups_allow():
+    """10 draws in 5 turns of 2: those of the small group first, once a turn at most; what is left goes to all."""
+    draws = schedule._draws(np.array([1, 6]), 5, 10)
+    assert draws.tolist() == [4, 1, 1, 1, 1, 1, 1]
+    assert schedule._draws(np.array([2, 6]), 6, 12).tolist() == [3, 3, 1, 1, 1, 1, 1, 1]
+    assert schedule._draws(np.array([2, 2]), 3, 12).tolist() == [3, 3, 3, 3]
+    assert schedule._draws(np.array([3, 1, 2]), 2, 8).tolist() == [2, 1, 1, 2, 1, 1]
+    assert schedule._draws(np.array([4, 1]), 2, 8).tolist() == [2, 2, 1, 1, 2]
 
 
 @pytest.mark.parametrize("name", GROUPED)

@@ -132,7 +132,7 @@ def test_an_enrolment_is_followed_to_its_end(browser, served):
 
         page.route("**/api/stats", answer)
         page.reload()
-        says(page, "#progress-text", "10 of 40 pictures enrolled so far")
+        says(page, "#progress-text", "Enrolling: 10 of 40 pictures so far")
         assert page.evaluate("[document.querySelector('progress').value, document.querySelector('progress').max]") == [
             10,
             40,

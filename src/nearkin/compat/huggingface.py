@@ -52,18 +52,20 @@ def _rows(output: Any) -> Tensor:
     return rows
 
 
-def retrieval_metrics(ks: Sequence[int] = (1, 2, 4, 8), **options: Any) -> Callable[[Any], dict[str, float]]:
+def retrieval_metrics(ks: Sequence[int] | None = None, **options: Any) -> Callable[[Any], dict[str, float]]:
     """`compute_metrics` for the Trainer: `evaluation.retrieval` of all embeddings of the evaluation set at once.
 
     Every item searches all others; no mean over batches. options: of `evaluation.retrieval`. The Trainer logs them as
     `eval_recall@1` and so on, and drops by itself the copies with which it fills up the last batch.
     """
 
+    cut_offs = None if ks is None else tuple(ks)
+
     def compute(prediction: Any) -> dict[str, float]:
         embeddings, labels = prediction.predictions, prediction.label_ids
         if isinstance(embeddings, tuple | list):
             raise ValueError(f"the model must give embeddings alone beside its loss, got {len(embeddings)} outputs")
-        scores = evaluation.retrieval(np.asarray(embeddings, np.float32), np.asarray(labels), ks=tuple(ks), **options)
+        scores = evaluation.retrieval(np.asarray(embeddings, np.float32), np.asarray(labels), ks=cut_offs, **options)
         return dict(scores)
 
     return compute

@@ -85,9 +85,9 @@ class ExactEvaluation(_pytorch.Callback):  # type: ignore[misc]
     is called with the inputs of a batch (inputs, labels). options: of `evaluation.retrieval`.
     """
 
-    def __init__(self, ks: Sequence[int] = (1, 2, 4, 8), **options: Any) -> None:
+    def __init__(self, ks: Sequence[int] | None = None, **options: Any) -> None:
         super().__init__()
-        self.ks, self.options = tuple(ks), options
+        self.ks, self.options = None if ks is None else tuple(ks), options
         self.scores: dict[str, float] = {}  # of the last validation
         self._rows: list[Tensor] = []
         self._labels: list[Tensor] = []

@@ -38,6 +38,7 @@ __all__ += [
     "in_range",
     "indices",
     "integer",
+    "no_effect",
     "number",
     "one_of",
     "positive",
@@ -135,6 +136,11 @@ def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
 def impossible(name: str, value: object, because: str, possible: Iterable[str]) -> NoReturn:
     """For a choice that exists but cannot be made here."""
     raise ValueError(f'{name}="{value}" is not possible here: {because}; possible: {", ".join(possible)}')
+
+
+def no_effect(name: str, because: str) -> NoReturn:
+    """Refuses a setting that would be ignored."""
+    raise ValueError(f"{name} would have no effect: {because}; leave it out")
 
 
 def device(choice: str, name: str = "device", instead: str = "--device cpu") -> torch.device:

@@ -41,13 +41,17 @@ _IDS = (
 
 
 class Scores(dict[str, V]):
-    """Metrics by name; `intervals`: (low, high) by the same names, where they were requested."""
+    """Metrics by name; `intervals`: (low, high) by the same names, where they were requested.
+
+    notes: sentences on what could not be measured, such as why intervals are (nan, nan).
+    """
 
     intervals: dict[str, Ends]
+    notes: list[str]
 
     def __init__(self, values: Mapping[str, V] | None = None) -> None:
         super().__init__(values or {})
-        self.intervals = {}
+        self.intervals, self.notes = {}, []
 
 
 def takes_arrays(function: Callable[P, R]) -> Callable[P, R]:

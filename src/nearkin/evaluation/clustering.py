@@ -14,6 +14,7 @@ from nearkin.evaluation.arrays import Array, Counts, Ends, Ids, Progress, Scores
 from nearkin.evaluation.kmeans import kmeans
 from nearkin.evaluation.retrieval.knn import BUDGET
 from nearkin.evaluation.statistics import binomial
+from nearkin.evaluation.statistics.cluster_bootstrap import explain_missing
 
 __all__ = ["agreement", "class_intervals", "clustering", "contingency"]
 
@@ -38,7 +39,8 @@ def clustering(
     embeddings (N, D), labels (N,) class ids; items of label -1 are left out. Settings as in `kmeans`. Returns what
     `agreement` returns, and "clusters" (those not empty), "inertia" and "iterations" of the best start. The protocol of
     Song et al. 2016, arXiv:1511.06452, section 6, whose NMI is "nmi" here. `interval` adds 95 % intervals of the
-    agreement over the choice of classes, as `.intervals`. progress(done, total) as in `kmeans`.
+    agreement over the choice of classes, as `.intervals`; `.notes` says why there are none. progress(done, total) as in
+    `kmeans`.
     """
     checks.rows("embeddings", embeddings)
     known = checks.class_ids("labels", labels, embeddings) != UNKNOWN
@@ -52,6 +54,7 @@ def clustering(
     result = Scores(agreement(labels, partition.assignment))
     if interval:
         result.intervals = class_intervals(agreement, labels, partition.assignment, result, seed)
+        explain_missing(result, labels)
     result["clusters"] = float(_distinct(partition.assignment))
     result["inertia"] = partition.inertia
     result["iterations"] = float(partition.iterations)

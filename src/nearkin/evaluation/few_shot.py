@@ -16,7 +16,7 @@ from nearkin.core import checks, distances, random
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.arrays import Array, Counts, Ids, Progress, Scores, group_numbers, takes_arrays
 from nearkin.evaluation.retrieval.knn import BUDGET
-from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
+from nearkin.evaluation.statistics.cluster_bootstrap import explain_missing, share_interval
 
 __all__ = ["OneShotRun", "omniglot_accuracy", "omniglot_runs", "one_shot"]
 
@@ -100,6 +100,7 @@ def one_shot(
     if interval:
         groups = torch.from_numpy(class_of.ravel())
         result.intervals["accuracy"] = share_interval(torch.from_numpy(right.ravel()), groups)
+        explain_missing(result, groups)
     return result
 
 

@@ -10,7 +10,7 @@ from nearkin.core import checks, distances
 from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Array, Ids, Progress, Scores, takes_arrays
 from nearkin.evaluation.retrieval.knn import BUDGET
-from nearkin.evaluation.statistics.cluster_bootstrap import bootstrap, share_interval
+from nearkin.evaluation.statistics.cluster_bootstrap import bootstrap, explain_missing, share_interval
 
 __all__ = ["DISTANCES", "graded", "per_query"]
 
@@ -62,6 +62,7 @@ def graded(
         for name, value in values.items():
             perfect = name.startswith("ndcg") and result[name] == 1  # resamples would be perfect, too
             result.intervals[name] = share_interval(value, groups) if perfect else bootstrap(value, groups, seed=seed)
+        explain_missing(result, groups)
     result["spearman_skipped"] = float(values["spearman"].isnan().sum())
     return result
 

@@ -9,6 +9,7 @@ from nearkin.core import checks
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.arrays import Floats, Ids, Scores, takes_arrays
 from nearkin.evaluation.clustering import class_intervals, contingency
+from nearkin.evaluation.statistics.cluster_bootstrap import explain_missing
 
 __all__ = ["bcubed", "bcubed_values", "pairwise"]
 
@@ -60,6 +61,7 @@ def _scores(
     result = Scores(measure(labels, assignment))
     if interval:
         result.intervals = class_intervals(measure, labels, assignment, result, seed)
+        explain_missing(result, labels)
     return result
 
 

@@ -62,11 +62,14 @@ class ClassSampler(EpochSampler):
         if self._pass != pass_index:
             turns = fill_turns(self._turns, self.classes, self._pass_batches, self.seed, pass_index)
             self._plan(turns, pass_index)
-            self._order = self._groups.shuffled(self.seed, pass_index)
+            if isinstance(self._groups, SpreadItems):
+                self._order = self._groups.dealt(self.seed, pass_index, turns)
+            else:
+                self._order = self._groups.shuffled(self.seed, pass_index)
             self._pass = pass_index
         order = shuffled(words(self.classes, self.seed, Stream.ORDER, pass_index, position))
         classes, offsets, sizes = (part[order] for part in self._column(position))
-        return self._groups.take(self._order, classes, offsets, sizes), sizes
+        return self._order.take(classes, offsets, sizes), sizes
 
     def _plan(self, turns: Ints, pass_index: int) -> None:
         """Prepares `_column` for pass `pass_index`."""
@@ -88,8 +91,9 @@ class ClassBalanced(ClassSampler):
 
     labels: integers, one per item; -1 is unknown and never drawn. Order: class after class.
     groups: of the items (camera, burst, writer), -1 for an item that shares its group with none. The K items of a class
-    are then of different groups as far as its items allow, so that positives are not near-copies; a class of one group
-    contributes items of that group, with one warning.
+    are then of different groups as far as its items allow, so that positives are not near-copies; where a class comes
+    more often than its items need, those of small groups are drawn again first. A class of one group contributes items
+    of that group, with one warning.
     Hermans, Beyer, Leibe 2017, arXiv:1703.07737, section 2; P = 32, K = 4 from the authors' code.
     """
 

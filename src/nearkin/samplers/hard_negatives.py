@@ -150,7 +150,7 @@ class HardNegatives(EpochSampler):
         turn = np.arange(self._turns.sum()) - np.repeat(np.cumsum(self._turns) - self._turns, self._turns)
         classes = np.repeat(np.arange(len(self._turns)), self._turns)
         two = np.full_like(turn, 2)
-        pairs = self._groups.take(self._groups.shuffled(self.seed, pass_index), classes, 2 * turn, two).reshape(-1, 2)
+        pairs = self._groups.shuffled(self.seed, pass_index).take(classes, 2 * turn, two).reshape(-1, 2)
         return pairs[shuffled(words(len(pairs), self.seed, Stream.PAIRS, pass_index))]
 
     def _negatives(self, ends: Ints, bound: NDArray[np.float64] | None, pass_index: int, position: int) -> Ints:

@@ -6,12 +6,28 @@ item is drawn at least once; turns that are left over go to further complete rou
 
 from bisect import bisect_right
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from nearkin.core.random import Ints, Stream, shuffled, words
 
-__all__ = ["Groups", "PickedBatches", "RandomBatches", "SpreadItems", "fill_turns", "turns_needed"]
+__all__ = ["Groups", "Order", "PickedBatches", "RandomBatches", "SpreadItems", "fill_turns", "turns_needed"]
+
+
+class Order(NamedTuple):
+    """The items of a pass, class after class: those of class c are items[starts[c] : starts[c] + counts[c]]."""
+
+    items: Ints
+    starts: Ints
+    counts: Ints
+
+    def take(self, classes: Ints, offsets: Ints, sizes: Ints) -> Ints:
+        """The next `sizes` items of each class from `offsets` on, in cyclic order."""
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        place = (np.repeat(offsets, sizes) + within) % np.repeat(self.counts[classes], sizes)
+        taken: Ints = self.items[np.repeat(self.starts[classes], sizes) + place]
+        return taken
 
 
 class Groups:
@@ -25,72 +41,62 @@ class Groups:
         self.class_of: Ints = inverse[order]
         self.starts = np.cumsum(self.counts) - self.counts
 
-    def shuffled(self, seed: int, pass_index: int) -> Ints:
+    def shuffled(self, seed: int, pass_index: int) -> Order:
         """`items` with every class in its own random order for this pass."""
-        order: Ints = np.lexsort((words(len(self.items), seed, Stream.ITEMS, pass_index), self.class_of))
-        return self.items[order]
-
-    def take(self, order: Ints, classes: Ints, offsets: Ints, sizes: Ints) -> Ints:
-        """The next `sizes` items of each class from `offsets` on, in cyclic order."""
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        place = (np.repeat(offsets, sizes) + within) % np.repeat(self.counts[classes], sizes)
-        taken: Ints = order[np.repeat(self.starts[classes], sizes) + place]
-        return taken
+        order = np.lexsort((words(len(self.items), seed, Stream.ITEMS, pass_index), self.class_of))
+        return Order(self.items[order], self.starts, self.counts)
 
 
 class SpreadItems(Groups):
     """Items by class whose turns, of `per_class` items each, have as many different groups (N,) as possible.
 
-    The items of a class, group after group, are dealt out over its turns: a group of fewer items than turns is in none
-    of them twice. The last turn is filled up with items of groups that it does not have, then with any.
+    The items of a class, group after group, are dealt out over its turns like cards: a group that is drawn no more
+    often than there are turns is in none of them twice. Draws beyond one per item go to groups that are not in every
+    turn yet, then to any.
     """
 
     def __init__(self, labels: Ints, groups: Ints, per_class: int) -> None:
         super().__init__(labels)
         self.of, self.per_class = np.where(groups < 0, groups.max() + 1 + np.arange(len(groups)), groups), per_class
-        self._turns = -(-self.counts // per_class)
-        self._starts = (np.cumsum(self._turns) - self._turns) * per_class
 
     def single(self) -> int:
         """How many classes have more than one item, and all of one group."""
         pairs = np.unique(np.stack([self.class_of, self.of[self.items]]), axis=1)
         return int(((np.bincount(pairs[0]) == 1) & (self.counts > 1)).sum())
 
-    def shuffled(self, seed: int, pass_index: int) -> Ints:
-        """The items turn after turn, each class filled up to whole turns; random for this pass."""
-        order, starts, size = super().shuffled(seed, pass_index), self.starts, self.per_class
-        dealt: Ints = np.empty(int(self._turns.sum()) * size, np.int64)
-        for c, (count, turns) in enumerate(zip(self.counts.tolist(), self._turns.tolist(), strict=True)):
-            items = order[starts[c] : starts[c] + count]
-            _, first, group = np.unique(self.of[items], return_index=True, return_inverse=True)
-            items = items[np.argsort(first[group], kind="stable")]  # group after group, in random order
-            last = count - (turns - 1) * size  # items of the last turn before it is filled up
-            place = np.arange(count)
-            late = place - last * turns
-            early = late < 0
-            turn = np.where(early, place % turns, late % max(turns - 1, 1))
-            slot = np.where(early, place // turns, last + late // max(turns - 1, 1))
-            part = dealt[self._starts[c] : self._starts[c] + turns * size]
-            part[turn * size + slot] = items
-            if last < size:
-                part[len(part) - size + last :] = self._others(part[len(part) - size :][:last], items, size - last)
-        return dealt
+    def dealt(self, seed: int, pass_index: int, turns: Ints) -> Order:
+        """The items turn after turn, for the turns (C,) of each class in this pass; random for the pass."""
+        items, starts, counts = self.shuffled(seed, pass_index)
+        dealt, ends = np.empty(int(turns.sum()) * self.per_class, np.int64), np.cumsum(turns) * self.per_class
+        for c, number in enumerate(turns.tolist()):
+            some, size = items[starts[c] : starts[c] + counts[c]], number * self.per_class
+            _, first, group = np.unique(self.of[some], return_index=True, return_inverse=True)
+            order = np.argsort(first[group], kind="stable")  # group after group, in random order
+            if size > len(some):
+                order = np.repeat(order, _draws(np.bincount(group)[np.argsort(first)], number, size))
+            dealt[ends[c] - size : ends[c]] = some[order].reshape(self.per_class, number).T.ravel()
+        return Order(dealt, ends - turns * self.per_class, turns * self.per_class)
 
-    def _others(self, turn: Ints, items: Ints, missing: int) -> list[int]:
-        """So many items to fill up a turn with: of groups that it lacks, then any, then again."""
-        chosen, used = turn.tolist(), {int(self.of[i]) for i in turn}
-        for new_groups in (True, False):
-            for i in items.tolist():
-                if len(chosen) < len(turn) + missing and i not in chosen and (not new_groups or self.of[i] not in used):
-                    chosen.append(i)
-                    used.add(int(self.of[i]))
-        return [chosen[at % len(chosen)] for at in range(len(turn), len(turn) + missing)]
 
-    def take(self, order: Ints, classes: Ints, offsets: Ints, sizes: Ints) -> Ints:
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        place = (np.repeat(offsets, sizes) + within) % np.repeat(self._turns[classes] * self.per_class, sizes)
-        taken: Ints = order[np.repeat(self._starts[classes], sizes) + place]
-        return taken
+def _draws(sizes: Ints, turns: int, total: int) -> Ints:
+    """Returns how often to draw each item, group after group of these sizes: at least once, `total` times in all.
+
+    No group is drawn more often than once a turn while another has room; within that as evenly as possible.
+    """
+    most = np.maximum(sizes, turns)
+    drawn = most
+    if most.sum() > total:
+        rounds = bisect_right(range(1, turns + 1), total, key=lambda r: int(np.minimum(sizes * r, most).sum()))
+        drawn = np.minimum(sizes * rounds, most)
+        room = np.minimum(sizes * (rounds + 1), most) - drawn
+        drawn = drawn + np.clip(total - drawn.sum() - (np.cumsum(room) - room), 0, room)
+    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    draws: Ints = np.repeat(drawn // sizes, sizes) + (within < np.repeat(drawn % sizes, sizes))
+    if draws.sum() < total:
+        level = bisect_right(range(1, total + 1), total, key=lambda r: int(np.maximum(draws, r).sum()))
+        draws = np.maximum(draws, level)
+        draws[np.flatnonzero(draws == level)[: total - int(draws.sum())]] += 1
+    return draws
 
 
 def turns_needed(counts: Ints, classes: int, batch_size: int) -> tuple[Ints, int]:

@@ -21,7 +21,6 @@ from nearkin.evaluation.retrieval import rerank_choice, rerank_settings
 from nearkin.evaluation.retrieval.level_metrics import by_level
 from nearkin.evaluation.retrieval.retrieval_metrics import DEFAULT, retrieval
 from nearkin.evaluation.statistics import binomial
-from nearkin.evaluation.statistics.cluster_bootstrap import too_few
 from nearkin.evaluation.verification.all_pairs import all_pairs
 from nearkin.evaluation.verification.roc import FARS, OperatingPoint
 from nearkin.evaluation.verification.score_calibration import calibrate
@@ -171,6 +170,7 @@ def _verification(task: Task) -> dict[str, Any]:
     if task.pairs is None:
         assert labels is not None
         options |= {"budget": settings.budget, "group": task.group}
+        options["seed"] = settings.seed if settings.interval else None
         scores = all_pairs(task.queries.embeddings, labels, points=_POINTS, **options)
         scores["roc"] = scores["roc"]._asdict()
     else:
@@ -253,12 +253,8 @@ def _with_intervals(scores: Any, task: Task) -> dict[str, Any]:
     """The scores with their intervals, and in "notes" why there are none."""
     if not task.settings.interval:
         return dict(scores)
-    result = dict(scores) | {"intervals": dict(scores.intervals)}
-    labels = task.queries.labels
-    if labels is not None and all(math.isnan(low) for low, _ in scores.intervals.values()):
-        classes = len(labels) if labels.dim() == 2 else len(torch.unique(labels[labels != UNKNOWN]))
-        result["notes"] = [too_few(classes)]
-    return result
+    notes = {"notes": scores.notes} if scores.notes else {}
+    return dict(scores) | {"intervals": dict(scores.intervals)} | notes
 
 
 RUNS: dict[str, Callable[[Task], dict[str, Any]]] = {

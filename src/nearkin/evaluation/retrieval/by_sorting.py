@@ -15,6 +15,8 @@ from nearkin.evaluation.retrieval.relevance import Relevance
 
 __all__ = ["positions"]
 
+_DOUBTS = 0.01  # decisions per cell from which on float64 proposes: a decision takes a hundred times as long as a cell
+_PROBE = 64  # queries of the first block
 _WORTH = 2  # times as many decisions as cells from which on every cell is scored
 
 
@@ -35,7 +37,8 @@ def positions(
     extra = relevance.list_bytes + relevance.mask_bytes
     space.blocks(extra)  # refuses a budget that is too small
     step = max(1, min(512, space.budget // 2 // (16 * relevance.size + extra)))
-    for block in slices(len(order), step):
+    first = min(_PROBE, step, len(order))  # a small block, which may show that float64 is needed
+    for block in [slice(0, first), *(slice(first + b.start, first + b.stop) for b in slices(len(order) - first, step))]:
         rows = order[block]
         yield Positions(rows, _count(space, relevance, rows, max(limit, int(relevance.counts[rows].max()))))
         if progress is not None:
@@ -65,11 +68,16 @@ def _count(space: Space, relevance: Relevance, rows: Tensor, limit: int) -> Tens
     values, order = candidates[0].neg_().sort(dim=1)
     cols = candidates[1].gather(1, order)
     nearer = torch.searchsorted(values, -(proposed + doubt))  # surely
-    perhaps = torch.searchsorted(values, -(proposed - doubt), right=True)
-    unsure = real & (perhaps > nearer) & (nearer < limit)
+    following = pad(values, (0, 1), value=torch.inf).gather(1, nearer)
+    unsure = real & (following <= doubt - proposed) & (nearer < limit)
+    perhaps = torch.searchsorted(values, doubt - proposed, right=True) if bool(unsure.any()) else nearer
     row, slot = unsure.nonzero(as_tuple=True)
     start, number = nearer[row, slot], (perhaps - nearer)[row, slot]
-    if int(number.sum()) > _WORTH * (cols.numel() + positive.numel()):
+    doubts = int(number.sum())
+    if space.dtype == torch.float32 and doubts > _DOUBTS * len(rows) * space.size:
+        space.sharpen(relevance.list_bytes + relevance.mask_bytes)
+        return _count(space, relevance, rows, limit)
+    if doubts > _WORTH * (cols.numel() + positive.numel()):
         nearer = _score_all(space, rows, positive, real, cols)
     else:
         nearer[row, slot] += _decide(space, rows[row], positive[row, slot], cols, row, start, number)

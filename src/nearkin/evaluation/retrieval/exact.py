@@ -1,7 +1,9 @@
-"""Exact float64 similarities that decide, and float32 products that propose, with a bound on their difference.
+"""Exact float64 similarities that decide, and products that propose, with a bound on their difference.
 
-Memory: a float32 copy of the rows counts towards the budget. A copy that would take more than half of it is not made;
-its parts are computed when they are needed.
+Products are of float32, or of float64 where that bound leaves too much in doubt (`Space.sharpen`).
+
+Memory: a copy of the rows that propose counts towards the budget. A copy that would take more than half of it is not
+made; its parts are computed when they are needed.
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,6 @@ SIMILARITIES = ("cosine", "dot", "euclidean")
 
 CELL = 16  # bytes that a (query, gallery) cell of a tile needs,
 LISTED = 96  # and one that is a candidate
-_ROUNDING = 2.0**-24  # of one float32 operation
 _BLOCK, _WIDTH = 512, 2**16  # queries and columns of a tile: more gains nothing
 
 
@@ -46,21 +47,32 @@ class Space:
         self._right = self._left if self.same_rows else _squared_lengths("gallery", self.gallery)
         longest = max(_top(self._left), _top(self._right))
         self._scale = 2.0 ** -_exponent(longest) if similarity != "cosine" else 1.0  # a power of two: exact
+        self._propose_in(torch.float32)
+
+    def _propose_in(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._copy()
         # |computed - exact| <= (n + 2) u sum|a b| for inner products of n rounded numbers; Cauchy-Schwarz; some spare.
+        # Sums in float64 differ from those of `exact` by as much again, since that one rounds too.
         reach = float(self._reach(self._right).max()) if len(self.gallery) else 0.0
-        spread = self._reach(self._left) * (1.0001 * reach * _ROUNDING * (self.queries.shape[1] + 33))
-        self.error = spread.float() + 1e-30  # (Q,)
+        roundings = (self.queries.shape[1] + 33) * (2 if dtype == torch.float64 else 1)
+        spread = self._reach(self._left) * (1.0001 * reach * torch.finfo(dtype).eps / 2 * roundings)
+        self.error = spread.to(dtype) + 1e-30  # (Q,)
+
+    def sharpen(self, extra: int) -> None:
+        """Proposes in float64 from now on: twice the time of a product, and hardly anything but ties is in doubt."""
+        self._propose_in(torch.float64)
+        self.blocks(extra)  # without the copies, where they leave too little
 
     def _copy(self) -> None:
         """Copies as many rows as fit into half the budget: of both sides, of the queries, or none."""
-        width = 4 * (self.queries.shape[1] + self._extra)
+        width = self.dtype.itemsize * (self.queries.shape[1] + self._extra)
         first, second = width * len(self.queries), 0 if self.same_rows else width * len(self.gallery)
-        self.lefts: Tensor | None = None  # (Q, D) float32 rows that propose
+        self.lefts: Tensor | None = None  # (Q, D) rows that propose
         self.rights: Tensor | None = None  # (G, D), where the gallery is another set
-        if first <= self.budget // 2:
+        if first <= self._full_budget // 2:
             self.lefts = self._proposing(self.queries, self._left, query=True)
-            if not self.same_rows and first + second <= self.budget // 2:
+            if not self.same_rows and first + second <= self._full_budget // 2:
                 self.rights = self._proposing(self.gallery, self._right, query=False)
         spent = first * (self.lefts is not None) + second * (self.rights is not None)
         self.budget = max(self._full_budget - spent, 1)
@@ -107,12 +119,12 @@ class Space:
         return slices(len(self.queries), step)
 
     def tile(self, left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-        """Proposing similarities of rows from `left` and `right`, (q, g) float32, written to `out`."""
+        """Proposing similarities of rows from `left` and `right`, (q, g), written to `out`."""
         with _plain_float32(out.device):
             return torch.mm(left, right.T, out=out)
 
     def left(self, rows: Tensor | slice) -> Tensor:
-        """Float32 rows of some queries, from the copy or computed now."""
+        """Rows of some queries that propose, from the copy or computed now."""
         if self.lefts is not None:
             return self.lefts[rows]
         return self._proposing(self.queries[rows], self._left[rows], query=True)
@@ -199,7 +211,7 @@ class Space:
 
         Euclidean: <a, b> - |a|²/2 - |b|²/2 through two more columns.
         """
-        out = x.new_empty(x.shape[0], x.shape[1] + self._extra, dtype=torch.float32)
+        out = x.new_empty(x.shape[0], x.shape[1] + self._extra, dtype=self.dtype)
         for i in range(0, len(x), 8192):
             part, lengths = x[i : i + 8192].double(), squared[i : i + 8192, None]
             if self.similarity == "cosine":

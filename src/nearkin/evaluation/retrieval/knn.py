@@ -216,7 +216,7 @@ def _propose(space: Space, rows: Tensor, k: int) -> Tensor | None:
 
 
 def proposed_rows(space: Space, rows: Tensor) -> Tensor:
-    """Proposing similarities of some queries with everything, (q, G) float32; -inf between a query and itself."""
+    """Proposing similarities of some queries with everything, (q, G); -inf between a query and itself."""
     left = space.left(rows)
     tile = left.new_empty(len(rows), space.size)
     _fill(space, rows, left, slice(0, space.size), tile)

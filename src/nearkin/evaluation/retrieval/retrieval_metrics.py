@@ -44,6 +44,7 @@ __all__ = ["AT_KS", "DEFAULT", "METRICS", "Retrieval", "per_query", "retrieval",
 METRICS = ("recall", "precision@1", "r_precision", "map@r", "map", "mrr", "ndcg", "cmc", "minp")
 DEFAULT = ("recall", "precision@1", "r_precision", "map@r")
 AT_KS = ("recall", "ndcg", "cmc")
+KS = (1, 2, 4, 8)
 
 
 class Retrieval(Scores[float]):
@@ -62,7 +63,7 @@ def retrieval(
     gallery: Array | None = None,
     gallery_labels: Ids | None = None,
     *,
-    ks: Sequence[int] = (1, 2, 4, 8),
+    ks: Sequence[int] | None = None,
     metrics: Sequence[str] = DEFAULT,
     without_positives: str = "skip",
     similarity: str = "cosine",
@@ -85,15 +86,17 @@ def retrieval(
     An item of the query's class and group is neither positive nor negative for it and is not ranked, as in
     re-identification. Without a gallery `groups` are those of both sides.
 
-    metrics: of "recall", "cmc" and "ndcg" (at each of ks), "precision@1", "r_precision", "map@r", "map", "mrr", "minp".
-    The last three need the position of every positive and take longer where positives are far.
+    metrics: of "recall", "cmc" and "ndcg" (at each of ks: 1, 2, 4 and 8 unless set), "precision@1", "r_precision",
+    "map@r", "map", "mrr", "minp". The last three need the position of every positive and take longer where positives
+    are far.
     without_positives: a query with nothing to find is left out of the means ("skip") or counts as 0 ("miss"); the
     result names these queries either way.
     similarity: "cosine", "dot", "euclidean". budget: bytes beyond the embeddings and the result. backend "faiss" lets
     faiss propose neighbours; no value depends on it, on the budget, the threads or the device.
     interval: also the 95 % interval of each metric over the choice of classes, as `.intervals[name]`, by
     `cluster_bootstrap.share_interval`; over the choice of queries where there are no classes: multi-label rows, a
-    `Relation` without ids. (nan, nan) with fewer than 5 classes; one-sided where the metric is 0 or 1.
+    `Relation` without ids. (nan, nan) with fewer than 5 classes, as `.notes` then says; one-sided where the metric is 0
+    or 1.
     group: a `dist.ProcessGroup` of processes that share the search. All of them call this with the same arguments, and
     all get the result, which is that of one process. Without it a process works alone, even under torchrun.
     rerank: `KReciprocal`, `AlphaQE` or `DBA`, or a name as "k-reciprocal:k1=20": the order after re-ranking is
@@ -125,6 +128,7 @@ def summary(
         for name, value in values.items():
             missed = value if without_positives == "skip" else torch.where(known & ~valid, 0.0, value)
             result.intervals[name] = cluster_bootstrap.share_interval(missed, classes)
+        cluster_bootstrap.explain_missing(result, classes)
     return result
 
 
@@ -135,7 +139,7 @@ def per_query(
     gallery: Array | None = None,
     gallery_labels: Ids | None = None,
     *,
-    ks: Sequence[int] = (1, 2, 4, 8),
+    ks: Sequence[int] | None = None,
     metrics: Sequence[str] = DEFAULT,
     similarity: str = "cosine",
     budget: int = knn.BUDGET,
@@ -158,8 +162,7 @@ def per_query(
     checks.one_of("backend", backend, knn.BACKENDS)
     for name in metrics:
         checks.one_of("metrics", name, METRICS)
-    for k in ks:
-        checks.integer("ks", k, 1)
+    ks = _cut_offs(ks, metrics)
     method = _method(rerank, similarity, backend)
     group = None if group is None or group.size == 1 else group
     if group is not None:  # all processes have the same items
@@ -259,6 +262,20 @@ def _from_lists(
         yield by_counting.Positions(rows, torch.where(hit, position, BEYOND).sort(dim=1).values)
         if progress is not None:
             progress(block.stop, len(order))
+
+
+def _cut_offs(ks: Sequence[int] | None, metrics: Sequence[str]) -> Sequence[int]:
+    """The k at which to measure; refuses those at which nothing is."""
+    measured = any(name in AT_KS for name in metrics)
+    if ks is None:
+        return KS if measured else ()
+    for k in ks:
+        checks.integer("ks", k, 1)
+    if measured and not len(ks):
+        raise ValueError("ks must name at least one k for recall, ndcg and cmc, got none")
+    if len(ks) and not measured:
+        checks.no_effect("ks", f"of the metrics only {', '.join(AT_KS)} have a k, got {', '.join(metrics) or 'none'}")
+    return ks
 
 
 def _method(rerank: Rerank | str | None, similarity: str, backend: str) -> Rerank | None:

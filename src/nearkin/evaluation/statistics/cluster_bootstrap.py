@@ -18,12 +18,13 @@ from torch import Tensor
 
 from nearkin.core import checks, random
 from nearkin.core.relations import UNKNOWN, Labels, Relation
-from nearkin.evaluation.arrays import Array, Ends, Floats, Ids, takes_arrays
+from nearkin.evaluation.arrays import Array, Ends, Floats, Ids, Scores, takes_arrays
 from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.binomial import MIN_CLASSES
 
 __all__ = [
-    "bootstrap", "classes_of", "coin_flips", "compare", "percentiles", "resamples", "share_interval", "too_few",
+    "bootstrap", "classes_of", "coin_flips", "compare", "explain_missing", "percentiles", "resamples",
+    "share_interval", "too_few",
 ]  # fmt: skip
 
 _CELLS = 2**21  # (sample, class) cells at a time: some 50 MiB
@@ -73,6 +74,12 @@ def too_few(classes: int) -> str:
     if classes >= MIN_CLASSES:  # some of them have nothing to find
         got += ", too few of them with something to find"
     return f"no 95 % intervals: they take at least {MIN_CLASSES} classes, which show how classes differ; got {got}"
+
+
+def explain_missing(result: Scores[Any], classes: Tensor) -> None:
+    """Notes why no interval of the result exists, where none does. classes: the ids that were to be resampled."""
+    if result.intervals and all(math.isnan(low) for low, _ in result.intervals.values()):
+        result.notes[:] = [too_few(len(torch.unique(classes[classes != UNKNOWN])))]
 
 
 @takes_arrays

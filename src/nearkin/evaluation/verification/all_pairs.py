@@ -13,6 +13,7 @@ from torch import Tensor
 from nearkin.core import checks, random
 from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Array, Counts, Floats, Ids, Progress, Scores, takes_arrays
+from nearkin.evaluation.statistics.cluster_bootstrap import explain_missing
 from nearkin.evaluation.verification import pair_bootstrap, pair_scan
 from nearkin.evaluation.verification.pair_scan import Scan, Search
 from nearkin.evaluation.verification.roc import (
@@ -45,8 +46,8 @@ def all_pairs(
     budget: int = 512 << 20,
     points: int = 0,
     interval: bool = False,
-    samples: int = pair_bootstrap.SAMPLES,
-    seed: int = 0,
+    samples: int | None = None,
+    seed: int | None = None,
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
     groups: Ids | None = None,
@@ -62,8 +63,9 @@ def all_pairs(
 
     interval: also `.intervals` of "auc", "eer", "balanced_accuracy" and each TAR, resampling classes as `verification`
     does, from the counts of every two of at most 64 groups of classes at about 1,024 scores; "notes" says which TARs
-    have none, (nan, nan), because there are too few pairs of classes. The rates of operating points then have the wider
-    of this interval and the binomial one, which takes pairs as independent and is too narrow by itself.
+    have none, (nan, nan), because there are too few pairs of classes. `samples` (1,000 unless set) and `seed` (0 unless
+    set) are of the resamples. The rates of operating points then have the wider of this interval and the binomial one,
+    which takes pairs as independent and is too narrow by itself.
 
     `budget` bounds the bytes of working memory beyond the embeddings; a smaller one means more passes and never changes
     a result. progress(done, total) is called with pairs, over all passes. group: processes that share the pairs, as in
@@ -75,6 +77,10 @@ def all_pairs(
     what = "a tile, a table and the counts of the groups" if interval else "a tile and a table"
     checks.enough("budget", budget, tile + needed, f"{what}, in bytes")
     checks.integer("points", points, 0)
+    pair_bootstrap.only_with_interval(interval, samples=samples, seed=seed)
+    samples, seed = pair_bootstrap.SAMPLES if samples is None else samples, 0 if seed is None else seed
+    checks.integer("samples", samples, 1)
+    checks.integer("seed", seed, 0)
     settings = {"samples": samples, "seed": seed, "confidence": confidence}
     work = nullcontext(progress) if scan.group is None else scan.group.work("verification", progress, scan.pairs)
     with work as scan.progress:
@@ -151,6 +157,7 @@ def _add_intervals(result: Scores[Any], scan: Scan, keys: Counts, settings: dict
         off = result[name] - value  # the grid omits what lies between its scores
         result.intervals[name] = float(np.maximum(low + off, 0.0)), float(np.minimum(high + off, 1.0))
     pair_bootstrap.drop_unsupported(result, fars, pairs)
+    explain_missing(result, scan.classes)
     result["operating_points"] = pair_bootstrap.with_wider_intervals(points, ends[len(names) :])
 
 

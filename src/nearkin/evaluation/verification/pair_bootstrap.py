@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.core import random
+from nearkin.core import checks, random
 from nearkin.evaluation.arrays import Counts, Ends, Floats, Progress, Scores
 from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.cluster_bootstrap import coin_flips, resamples
 from nearkin.evaluation.verification.roc import OperatingPoint, most_accepted
 
 __all__ = [
-    "SAMPLES", "Cells", "SortedPairs", "by_classes", "by_pairs", "drop_unsupported", "with_wider_intervals",
+    "SAMPLES", "Cells", "SortedPairs", "by_classes", "by_pairs", "drop_unsupported", "only_with_interval",
+    "with_wider_intervals",
 ]  # fmt: skip
 
 SAMPLES = 1000
@@ -95,8 +96,15 @@ def by_classes(
     return _ends(values[0], variance, freedom, cells.classes, confidence)
 
 
+def only_with_interval(interval: bool, **settings: object) -> None:
+    """Refuses settings of the resamples where there are none."""
+    for name, value in settings.items():
+        if not interval and value is not None:
+            checks.no_effect(name, "interval is False")
+
+
 def drop_unsupported(result: Scores[Any], fars: Sequence[float], pairs: int) -> None:
-    """Drops the intervals of TARs at FARs for which there are too few pairs of classes, with a line in "notes".
+    """Drops the intervals of TARs at FARs for which there are too few pairs of classes, with a line in the notes.
 
     With fewer than 4 pairs of classes accepted, the threshold is the score of the closest two or three, which no
     resample varies as new classes would.
@@ -105,9 +113,10 @@ def drop_unsupported(result: Scores[Any], fars: Sequence[float], pairs: int) -> 
     for far in without:
         result.intervals[f"tar@far={far}"] = binomial.NONE
     shown = ", ".join(f"{far:g}" for far in without)
-    result["notes"] = [
+    result.notes += [
         f"no interval of the TAR at FAR {shown}: it takes {CLASS_PAIRS} / FAR pairs of different classes, got {pairs:,}"
     ] * bool(without)
+    result["notes"] = result.notes
 
 
 def by_pairs(

@@ -11,6 +11,9 @@ The curve (`sweep`): TAR changes at the scores of genuine pairs only, so area an
 impostors between them. The distinct genuine scores are collected from the lowest up, as many as memory allows, in one
 pass over the tiles with genuine pairs; one pass over all pairs then counts the impostors below, at and between these
 scores. If there are more, the next range follows.
+
+Equal rows: products round by the place of a row in its tile, so tiles are made of different rows alone, and pairs of
+their copies have the very scores of these.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ from nearkin.core import distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Counts, Progress, group_numbers
+from nearkin.evaluation.retrieval.duplicate_rows import first_copies
 from nearkin.evaluation.verification.roc import Roc
 
 __all__ = ["KEY_BYTES", "TABLE", "TILE", "Levels", "Scan", "Search", "passes_of", "run", "sweep", "tile_bytes"]
@@ -53,6 +57,16 @@ def tile_side(dim: int) -> int:
     return side
 
 
+class Block(NamedTuple):
+    """Some different rows, and all rows equal to one of them, these included, by their place in the scan."""
+
+    rows: Tensor  # (n,)
+    copies: Tensor  # (m,)
+    place: Tensor  # (m,) of the one in `rows` that each copy is equal to, rising
+    lowest: int  # class of a copy
+    highest: int
+
+
 class Scan:
     """The labelled rows in the order of their classes, so that genuine pairs lie near the diagonal.
 
@@ -74,7 +88,8 @@ class Scan:
         self.classes, self.number = torch.unique(
             self.labels, return_inverse=True
         )  # number: the class of each row, from 0
-        self.prepare = distances.unit if similarity == "cosine" else distances.upcast
+        self.cosine = similarity == "cosine"
+        self.prepare = distances.unit if self.cosine else distances.upcast
         self.dtype = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
         sizes = torch.bincount(self.number).tolist()
         self.genuine = sum(size * (size - 1) // 2 for size in sizes)
@@ -86,8 +101,23 @@ class Scan:
             sizes = torch.unique(self.number * (2 * len(order)) + self.groups, return_counts=True)[1].tolist()
             self.left_out = sum(size * (size - 1) // 2 for size in sizes)
             self.genuine -= self.left_out
+        self.blocks = self._blocks(tile_side(embeddings.shape[1]))
         self.progress, self.done, self.passes = progress, 0, 0
         self.group = group if group is not None and group.size > 1 else None
+
+    def _blocks(self, side: int) -> list[Block]:
+        same = torch.unique(first_copies(self.embeddings, self.prepare)[self.order], return_inverse=True)[1]
+        at = torch.arange(len(same), device=same.device)
+        first = torch.full_like(at, len(at)).scatter_reduce_(0, same, at, "amin")[same]  # of the rows equal to each
+        rows = (first == at).nonzero().squeeze(1)
+        place, copies = torch.searchsorted(rows, first).sort(stable=True)
+        blocks = []
+        for top in range(0, len(rows), side):
+            low, high = torch.searchsorted(place, torch.tensor([top, top + side], device=place.device)).tolist()
+            lowest, highest = torch.aminmax(self.number[copies[low:high]])
+            ends = int(lowest), int(highest)
+            blocks.append(Block(rows[top : top + side], copies[low:high], place[low:high] - top, *ends))
+        return blocks
 
     def tiles(self, genuine_only: bool = False) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """As `_all_tiles`, without the pairs of the same class and group."""
@@ -104,27 +134,38 @@ class Scan:
         genuine_only: skips the tiles without a genuine pair. Otherwise the processes of a group take turns at the
         tiles, and counts over them go through `summed`.
         """
-        side, number = tile_side(self.embeddings.shape[1]), 0
-        starts = range(0, len(self.order), side)
-        for top in starts:
-            rows = torch.arange(top, min(top + side, len(self.order)), device=self.order.device)
-            x = self.prepare(self.embeddings[self.order[rows]])
-            for left in starts[top // side :]:
-                if genuine_only and bool(self.labels[rows[-1]] < self.labels[left]):
-                    break
+        number = 0
+        for top, rows in enumerate(self.blocks):
+            x = self.prepare(self.embeddings[self.order[rows.rows]])
+            for columns in self.blocks[top:]:
+                if genuine_only and (rows.highest < columns.lowest or columns.highest < rows.lowest):
+                    continue
                 number += 1
                 if self.group is not None and not genuine_only and number % self.group.size != self.group.rank:
                     continue
-                columns = torch.arange(left, min(left + side, len(self.order)), device=self.order.device)
-                scores = distances.dot(x, x if left == top else self.prepare(self.embeddings[self.order[columns]]))
-                if left == top:
-                    i, j = torch.triu_indices(len(rows), len(rows), 1, device=scores.device)
-                    yield _keys(scores[i, j]).long(), rows[i], rows[j]
+                y = x if columns is rows else self.prepare(self.embeddings[self.order[columns.rows]])
+                for key, left, right in self._pairs(distances.dot(x, y), rows, columns):
+                    yield key, left, right
+                    if not genuine_only:
+                        self._report(len(key))
+
+    def _pairs(self, scores: Tensor, rows: Block, columns: Block) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Keys of the pairs of all copies of these rows with those of these columns, a tile of them at a time."""
+        diagonal = columns is rows
+        if diagonal:  # one score either way round, and exactly 1 for two copies
+            scores = scores.triu() + scores.triu(1).T
+            own = scores.diagonal()
+            own.copy_(torch.where(own > 0.5, 1.0, own) if self.cosine else own)
+        side = tile_side(self.embeddings.shape[1])
+        for top in range(0, len(rows.copies), side):
+            first, of_row = rows.copies[top : top + side], scores[rows.place[top : top + side]]
+            for left in range(top if diagonal else 0, len(columns.copies), side):
+                second, tile = columns.copies[left : left + side], of_row[:, columns.place[left : left + side]]
+                if diagonal and left == top:
+                    i, j = torch.triu_indices(len(first), len(first), 1, device=tile.device)
+                    yield _keys(tile[i, j]).long(), first[i], second[j]
                 else:
-                    first = rows[:, None].expand(scores.shape).reshape(-1)
-                    yield _keys(scores).long().flatten(), first, columns.repeat(len(rows))
-                if not genuine_only:
-                    self._report(len(rows) * (len(rows) - 1) // 2 if left == top else scores.numel())
+                    yield _keys(tile).long().flatten(), first.repeat_interleave(len(second)), second.repeat(len(first))
 
     def summed(self, table: Tensor) -> Counts:
         """Counts over `tiles()`, added over all processes."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from nearkin.core import checks, distances
 from nearkin.core.relations import UNKNOWN
 from nearkin.evaluation.arrays import Array, Counts, Floats, Ids, Progress, Scores, Values, group_numbers, takes_arrays
+from nearkin.evaluation.statistics.binomial import MIN_CLASSES
+from nearkin.evaluation.statistics.cluster_bootstrap import explain_missing
 from nearkin.evaluation.verification import pair_bootstrap
 from nearkin.evaluation.verification.roc import (
     FARS,
@@ -53,7 +55,7 @@ def verification(
     confidence: float = 0.95,
     interval: bool = False,
     classes: Values | None = None,
-    samples: int = pair_bootstrap.SAMPLES,
+    samples: int | None = None,
     progress: Progress | None = None,
     groups: Ids | None = None,
 ) -> Scores[Any]:
@@ -77,13 +79,14 @@ def verification(
 
     Accuracy and its threshold depend on the share of genuine pairs; TAR, FAR and EER do not.
 
-    interval: also the interval of "eer", "auc", "accuracy" and each TAR, as `.intervals[name]`, from `samples`
+    interval: also the interval of "eer", "auc", "accuracy" and each TAR, as `.intervals[name]`, from `samples` (1,000)
     resamples of the classes of the pairs (see `pair_bootstrap`): `classes` (M, 2), the ids of both sides, taken from
     `labels` where these are passed. Without either, pairs are resampled as if they were independent, which pairs that
     share a person are not. A TAR at a FAR that accepts fewer than 4 pairs of classes has none, and "notes" says so. The
     folds keep their thresholds, which makes the interval of accuracy a little too narrow. The rates of operating points
     then have the wider of this interval and the binomial one.
     """
+    pair_bootstrap.only_with_interval(interval, samples=samples, classes=classes)
     if embeddings is not None or pairs is not None:
         if scores is not None or embeddings is None or pairs is None:
             raise ValueError("verification needs either scores, or embeddings and pairs; got a mixture")
@@ -117,6 +120,8 @@ def verification(
     result["threshold"] = _most_accurate(values, is_genuine)
     if interval:
         ids = None if classes is None else _identities(classes, is_genuine)
+        samples = pair_bootstrap.SAMPLES if samples is None else samples
+        checks.integer("samples", samples, 1)
         settings = {"samples": samples, "seed": seed, "confidence": confidence, "progress": progress}
         _add_intervals(result, values, is_genuine, ids, fold, right, settings)
     return result
@@ -139,7 +144,10 @@ def operating_point(scores: Values, same: Values, far: float = 1e-3, *, confiden
 
 @takes_arrays
 def pair_scores(embeddings: Array, pairs: Array, similarity: str = "cosine") -> Tensor:
-    """Similarities (M,), "cosine" or "dot", in the widest type, of embeddings (N, D) at pairs (M, 2) of row numbers."""
+    """Similarities (M,), "cosine" or "dot", in the widest type, of embeddings (N, D) at pairs (M, 2) of row numbers.
+
+    The cosine of rows of one direction is exactly 1, so that rounding does not order such pairs.
+    """
     checks.rows("embeddings", embeddings)
     checks.one_of("similarity", similarity, ("cosine", "dot"))
     if not isinstance(pairs, Tensor) or pairs.dtype == torch.bool or pairs.is_floating_point() or pairs.is_complex():
@@ -156,7 +164,10 @@ def pair_scores(embeddings: Array, pairs: Array, similarity: str = "cosine") -> 
     for start in range(0, len(pairs), _CHUNK):
         chunk = pairs[start : start + _CHUNK]
         left, right = (prepare(embeddings[side].to(distances.wide(embeddings))) for side in chunk.unbind(1))
-        parts.append((left * right).sum(1))
+        score = (left * right).sum(1)
+        if similarity == "cosine":
+            score = torch.where((left == right).all(1) & (score > 0.5), 1.0, score)
+        parts.append(score)
     return torch.cat(parts) if parts else embeddings.new_zeros(0)
 
 
@@ -268,4 +279,9 @@ def _add_intervals(
         ends = pair_bootstrap.by_classes(measure, cells, steep=range(3, len(names)), **settings)
     result.intervals = dict(zip(names, ends, strict=False))
     pair_bootstrap.drop_unsupported(result, fars, int(cells.class_pair.max()) + 1)
+    if ids is not None:
+        explain_missing(result, torch.from_numpy(ids))
+    elif min(result["genuine"], result["impostors"]) < MIN_CLASSES:
+        counts = f"{result['genuine']} genuine and {result['impostors']} impostors"
+        result.notes[:] = [f"no intervals: they take at least {MIN_CLASSES} pairs of each kind; got {counts}"]
     result["operating_points"] = pair_bootstrap.with_wider_intervals(points, ends[len(names) :])

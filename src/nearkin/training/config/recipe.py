@@ -22,6 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nearkin.core import checks, toml
+from nearkin.core.checks import no_effect
 from nearkin.core.errors import ExcessiveText
 from nearkin.models.encoder import PREFIX
 
@@ -285,11 +286,6 @@ class Recipe(BaseModel):
     def to_toml(self) -> str:
         """TOML that `read` reads as the same recipe."""
         return toml.text(self.plain())
-
-
-def no_effect(key: str, because: str) -> None:
-    """Refuses a key that would be ignored."""
-    raise ValueError(f"{key} would have no effect: {because}; leave it out")
 
 
 # The fixed keys of each section; [] for the sections whose keys depend on what they name.

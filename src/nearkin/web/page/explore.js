@@ -3,7 +3,7 @@ import { get, guarded, post } from "./api.js";
 import { $, bar, h, say, words } from "./dom.js";
 import { changeLabel, face, itemButton, openItem, picture } from "./items.js";
 import { GalleryMap } from "./map.js";
-import { labelText, on } from "./state.js";
+import { isEnrolling, labelText, on, state } from "./state.js";
 import { tab } from "./tabs.js";
 import { fill, percent, t } from "./texts.js";
 
@@ -31,7 +31,7 @@ const draw = guarded(async (name) => {
     if (method !== name) return;
     showMap(data);
     wait.hidden = data.ids.length > 0;
-    wait.textContent = t("explore.empty");
+    wait.textContent = isEnrolling(state.stats) ? t("explore.enrolling") : t("explore.empty");
   } catch (error) { wait.hidden = true; throw error; }
 });
 const showMap = (data) => {

@@ -3,7 +3,7 @@ import { form, guarded, post, trouble } from "./api.js";
 import { $, h, say } from "./dom.js";
 import { preview, takePictures, wire } from "./inputs.js";
 import { itemButton } from "./items.js";
-import { emit, on, state, written } from "./state.js";
+import { emit, isEnrolling, on, state, written } from "./state.js";
 import { t } from "./texts.js";
 import { title, verdict } from "./verdict.js";
 
@@ -111,7 +111,7 @@ $("enrol").addEventListener("submit", (e) => {
 wire("find-drop", (files) => find(files));
 takePictures("find", (files) => find(files));
 on("stats", (stats) => {
-  $("find-empty").hidden = stats.rows > 0 || !stats.pictures;
+  $("find-empty").hidden = stats.rows > 0 || !stats.pictures || isEnrolling(stats);
   $("find-vectors").hidden = stats.pictures;
   document.querySelector(".inputs").hidden = !stats.pictures;
 });

@@ -13,6 +13,9 @@ export const emit = (name, detail) => events.dispatchEvent(new CustomEvent(name,
 export const UNLABELLED = "unlabelled";
 export const labelText = (label) => (label === UNLABELLED ? t("item.unlabelled") : label);
 
+/* Before its first picture an enrolment does not run yet, and is not over either. */
+export const isEnrolling = ({ enrolling: one }) => Boolean(one) && (one.running || (one.done < one.total && !one.note));
+
 export const state = { stats: null };
 export const refresh = async () => {
   const [stats, { labels }] = await Promise.all([get("stats"), get("labels?most=2000")]);

@@ -1,5 +1,6 @@
 /* What an answer of identify means: the label and how sure it is, or unknown and why. */
 import { bar, h, words } from "./dom.js";
+import { isEnrolling } from "./state.js";
 import { fill, percent, t } from "./texts.js";
 
 const SHOWN = 5, NAMED = 3;
@@ -16,8 +17,8 @@ const isEmpty = (identity) => !identity.candidates.length && identity.similarity
 const isUnlabelled = (identity) => !identity.candidates.length && identity.similarity !== null;
 export const title = (identity) => identity.label ?? (isUnlabelled(identity) ? t("compare.similarity", { similarity: digits(identity.similarity) }) : t("unknown"));
 
-const headline = (identity) => {
-  if (isEmpty(identity)) return t("find.empty_answer");
+const headline = (identity, stats) => {
+  if (isEmpty(identity)) return isEnrolling(stats) ? t("find.enrolling_answer") : t("find.empty_answer");
   if (isUnlabelled(identity)) return t("find.unlabelled");
   if (identity.confidence === null) return t("find.uncalibrated", { similarity: digits(identity.similarity) });
   if (identity.label !== null) return t("find.sure", { p: percent(identity.confidence) });
@@ -34,7 +35,7 @@ const accepted = (identity) => {
 
 /* Why a picture is unknown, as sentences. */
 const reasons = (identity, stats) => {
-  if (!identity.candidates.length) return [t("why.empty")];
+  if (!identity.candidates.length) return [isEnrolling(stats) ? t("why.enrolling") : t("why.empty")];
   const { label } = identity.candidates[0], similarity = digits(identity.similarity);
   if (identity.threshold === null) return [t("why.no_threshold", { label, similarity, n: stats.labels, classes: identity.classes }), t("why.calibrate")];
   const rate = identity.far === null ? t("why.no_far", { classes: identity.classes }) : t("why.far", { far: percent(identity.far), classes: identity.classes });
@@ -51,7 +52,7 @@ const why = (identity, stats) => h("div", { class: "why", id: "why" }, h("h3", {
 
 export const verdict = (identity, stats) => {
   const empty = isEmpty(identity), bare = !empty && identity.confidence === null, unknown = identity.label === null && !bare;
-  const who = title(identity), sure = headline(identity);
+  const who = title(identity), sure = headline(identity, stats);
   const small = (...children) => h("p", { class: "small soft" }, ...children);
   const note = bare && identity.label !== null && identity.note ? small(...fill("service_note", { sentence: h("span", { lang: "en" }, identity.note) })) : null;
   const far = !unknown && !bare && identity.far === null ? small(t("why.no_far", { classes: identity.classes })) : null;
