@@ -55,6 +55,8 @@ def compare(
         typer.Option(help="Trainings at a time; changes only the duration.", show_default="one per core or GPU"),
     ] = None,
     partial: options.PartialFlag = False,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
     group_pattern: options.GroupPatternOption = None,
     group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
@@ -82,6 +84,8 @@ def compare(
     """
     flags = {"root": root, "recipe": recipe, "set": set_, "encoder": encoder, "batch": batch, "lr": lr}
     flags |= {
+        "split-folders": split_folders,
+        "leaf-classes": leaf_classes or None,
         "group-pattern": group_pattern,
         "group-column": group_column,
         "partial": partial or None,
@@ -91,6 +95,8 @@ def compare(
     settings = {
         "data.source": source,
         "data.root": None if root is None else str(root),
+        "data.split_folders": options.names(split_folders),
+        "data.leaf_classes": leaf_classes or None,
         "data.group_pattern": group_pattern,
         "data.group_column": group_column,
         "data.skip_single": skip_single or None,

@@ -23,6 +23,8 @@ def embed(
         ),
     ] = None,
     root: options.RootOption = None,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
     part: Annotated[
         str,
         typer.Option(
@@ -70,6 +72,7 @@ def embed(
                 device=device.value,
                 progress=progress,
                 group=group,
+                reading=options.reading(split_folders, leaf_classes),
             )
         if first(group):
             columns = (embedded.labels, embedded.targets, embedded.names, embedded.classes, embedded.quality)

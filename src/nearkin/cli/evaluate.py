@@ -53,6 +53,8 @@ def evaluate(
         ),
     ] = None,
     root: options.RootOption = None,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
     levels: options.LevelsOption = None,
     part: Annotated[
         str | None,
@@ -259,14 +261,15 @@ def evaluate(
                 )
             chosen: dict[str, Any] = {"group_pattern": group_pattern, "group_column": group_column}
             chosen |= {"levels": options.names(levels), "part": part}
+            chosen["reading"] = options.reading(split_folders, leaf_classes)
             queries, searched = vectors_of_run(embeddings, source, root, dim, device.value, group, chosen)
             if open_set and cohort is None:
                 others = cohort_of_run(embeddings, dim, device.value, group)
         else:
-            if source is not None or root is not None or dim is not None or part is not None:
-                raise ValueError(
-                    f"{embeddings}: SOURCE, --root, --dim and --part are for the folder of a run, got a file"
-                )
+            of_run = {"SOURCE": source, "--root": root, "--dim": dim, "--part": part}
+            of_run |= {"--split-folders": split_folders, "--leaf-classes": leaf_classes or None}
+            if given := [name for name, value in of_run.items() if value is not None]:
+                raise ValueError(f"{embeddings}: {', '.join(given)}: for the folder of a run, got a file")
             if group_pattern is not None:
                 raise ValueError(f"{embeddings}: --group-pattern is for the folder of a run; --groups FILE for a file")
             beside: dict[str, Any] = {"multi_label": True, "group_column": group_column}

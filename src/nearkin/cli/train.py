@@ -64,6 +64,8 @@ def train(
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded images in memory only.")] = False,
     partial: options.PartialFlag = False,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
     group_pattern: options.GroupPatternOption = None,
     group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
@@ -115,6 +117,8 @@ def train(
     flags = {
         "data.source": source,
         "data.root": None if root is None else str(root),
+        "data.split_folders": options.names(split_folders),
+        "data.leaf_classes": leaf_classes or None,
         "data.group_pattern": group_pattern,
         "data.group_column": group_column,
         "data.skip_single": skip_single or None,

@@ -23,6 +23,7 @@ from nearkin import data, training
 from nearkin.core import checks, toml
 from nearkin.core.errors import EncoderChanged
 from nearkin.data import groups
+from nearkin.data.sources import AS_BEFORE
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
 from nearkin.gallery import bridge, bridge_note, bridge_scale, opening
 from nearkin.gallery.bridge_note import KEY, MARK, Bridges
@@ -225,7 +226,7 @@ def _pairs_of(rows: Sequence[Row], known: dict[int, Any], dim: int) -> Pairs:
 def _pairs_with(store: Store, facts: Facts, encoding: Encoding, source: str, device: str, report: Progress) -> Pairs:
     """The items of a source by both encoders."""
     old = _old_encoding(store, facts, device)
-    items = data.load(source, labelled=False, group_column=groups.UNUSED)
+    items = data.load(source, labelled=False, group_column=groups.UNUSED, split_folders=AS_BEFORE)
     step = max(1, -(-len(items) // MOST))
     chosen = range(0, len(items), step)
     parts: list[list[Floats]] = [[], []]

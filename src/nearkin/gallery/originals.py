@@ -8,6 +8,7 @@ from typing import Any
 from nearkin import data
 from nearkin.data import groups
 from nearkin.data.item_set import Items
+from nearkin.data.sources import AS_BEFORE
 from nearkin.gallery import matched_parts
 from nearkin.gallery.items import Encoding, RawItem, encode_items, hash_items
 from nearkin.gallery.schema import Row
@@ -69,6 +70,6 @@ class Originals:
             self._opened[source] = None
             with suppress(OSError, ValueError), warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)
-                items = data.load(source, labelled=False, group_column=groups.UNUSED)
+                items = data.load(source, labelled=False, group_column=groups.UNUSED, split_folders=AS_BEFORE)
                 self._opened[source] = items, {name: i for i, name in enumerate(items.names)}
         return self._opened[source]

@@ -17,6 +17,7 @@ from nearkin.core import checks
 from nearkin.data import augment, image_cache
 from nearkin.data.item_set import Items
 from nearkin.data.levels import Level
+from nearkin.data.sources import PLAIN
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.models.frozen import encoder_folder
@@ -27,7 +28,7 @@ from nearkin.training import exclusions, run_dir
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.defaults import split_items
 from nearkin.training.loader import ItemStore, embed
-from nearkin.training.prepare import fingerprint
+from nearkin.training.prepare import fingerprint, reading_of
 from nearkin.training.run_dir import start_of
 
 __all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "length_note", "vectors_of"]
@@ -72,6 +73,7 @@ def embed_source(
     device: str = "auto",
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
+    reading: data.Reading = PLAIN,
 ) -> Embedded:
     """The items of a source through the encoder of a run.
 
@@ -79,11 +81,11 @@ def embed_source(
     or the items of a part as the run's recipe divides the source; by default the test part of the run's own source, all
     of another. dim: the first so many dimensions, a length that the run was trained for (`loss.matryoshka`), scaled to
     unit length again. views: the mean over so many crops and flips. group: the processes that share the work, whole
-    batches each; all of them get all embeddings.
+    batches each; all of them get all embeddings. reading: how the files of another source are read, see `data.load`.
     """
     checks.integer("views", views, 1)
     checks.integer("batch", batch, 1)
-    opened = _in_turn(group, partial(_opened, run, source, root, part, unreadable, device, dim=dim))
+    opened = _in_turn(group, partial(_opened, run, source, root, part, unreadable, device, dim=dim, reading=reading))
     if views > 1 and opened.store.size is None:
         raise ValueError(f"views must be 1 for vectors, got {views}")
     return _embedded(opened, opened.indices, group, batch=batch, views=views, progress=progress)
@@ -103,16 +105,17 @@ def vectors_of(
     group_pattern: str | None = None,
     group_column: str | None = None,
     per_class: int | None = None,
+    reading: data.Reading = PLAIN,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
     dim: the first so many dimensions, of any number: what is measured need not have been trained for. levels: names of
     coarser levels of the source's classes; None: the run's, of its own source. part: as in `embed_source`.
     group_pattern, group_column: as in `data.load`; they change no split. By default the run's own source has the groups
-    of its recipe. per_class: embed only the first so many items of each class.
+    of its recipe. per_class: embed only the first so many items of each class. reading: as in `embed_source`.
     """
     grouped = {"group_pattern": group_pattern, "group_column": group_column}
-    options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped, "levels": levels}
+    options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped, "levels": levels, "reading": reading}
     opened = _in_turn(group, partial(_opened, run, source, root, part, "strict", device, **options))
     if per_class is not None and opened.items.labels is not None:
         opened = opened._replace(indices=_first_of_classes(opened.items.labels, opened.indices, per_class))
@@ -248,6 +251,7 @@ def _opened(
     dim: int | None = None,
     measured: bool = False,
     grouped: dict[str, Any] | None = None,
+    reading: data.Reading = PLAIN,
 ) -> _Opened:
     """same: the source must be as it was. dim: the first so many dimensions; measured: of any number."""
     folder, description = encoder_folder(run), _description(run)
@@ -273,6 +277,7 @@ def _opened(
     if levels is None:
         levels = trained_levels if own_source and labelled else ()
     options: dict[str, Any] = {"root": root, "partial": recipe.data.partial, "labelled": labelled, "levels": levels}
+    options |= _reading(recipe, reading, source, run)._asdict() if own_source else reading._asdict()
     own_groups: dict[str, Any] = {"group_pattern": recipe.data.group_pattern, "group_column": recipe.data.group_column}
     items = data.load(source, **options, **(own_groups if own_source else {}))
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
@@ -297,6 +302,19 @@ def _opened(
         items = replace(items, groups=data.load(source, **options, **grouped).groups)
     store = ItemStore(rows, on, preparation.get("size"), preparation.get("flip", True))
     return _Opened(encoder, store, items, indices, gallery)
+
+
+def _reading(recipe: recipes.Recipe, asked: data.Reading, source: str, run: str | Path) -> data.Reading:
+    """How a run has read its own source; another way is refused."""
+    own = reading_of(recipe, recorded=True)
+    folders = asked.split_folders
+    if (
+        folders is not None and list(folders) != list(own.split_folders or ())
+    ) or asked.leaf_classes > own.leaf_classes:
+        raise ValueError(
+            f"{source}: {run} has read its folders in its own way; leave split_folders and leaf_classes out"
+        )
+    return own
 
 
 def _rows(

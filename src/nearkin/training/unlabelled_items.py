@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin import data
 from nearkin.data.item_set import Items
+from nearkin.data.sources import AS_BEFORE
 from nearkin.data.splits import Parts
 from nearkin.training.config.recipe import Recipe
 
@@ -58,7 +59,7 @@ def load_folder(recipe: Recipe) -> Items:
     folder = recipe.unlabelled.folder
     assert folder is not None
     try:
-        items = data.load(folder, labelled=False)
+        items = data.load(folder, labelled=False, split_folders=AS_BEFORE)  # its labels are not read
     except ValueError as error:
         raise ValueError(f"unlabelled.folder: {error}") from None
     if items.pictures is None:

@@ -68,6 +68,9 @@ class Data(_Section):
     group_scope: Literal["set", "class"] | None = None  # whether equal names in two classes are one group
     # Coarser levels of the classes by name, the finest first: columns, entries, or the folders around class folders.
     levels: list[str] | None = Field(default=None, min_length=1)
+    # Of a folder: which folders are the parts of its split, or ["none"]; and whether a class is a folder of images.
+    split_folders: list[str] | None = Field(default=None, min_length=1)  # ["train", "more/val"], ["fold1=train", …]
+    leaf_classes: bool | None = None  # a class is a folder that holds images, not the first folder
     near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 10,000 pictures
     without: str | None = None  # a list of items to leave out: .csv, .tsv, .json
 
