@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nearkin.core import checks
+from nearkin.data.byte_limit import check_bytes, read_file
 from nearkin.data.file_tree import printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
 from nearkin.data.groups import UNUSED
@@ -36,6 +37,7 @@ class ArrowPictures:
     def __init__(self, dataset: Any, column: str, rows: NDArray[np.int64] | None = None) -> None:
         self.dataset, self.column = dataset, column
         self.rows = np.arange(len(dataset)) if rows is None else rows
+        self._arrow = dataset.with_format("arrow")
         states = [os.stat(file["filename"]) for file in dataset.cache_files]
         self._stamp = f"{dataset._fingerprint}\n{[(state.st_size, state.st_mtime_ns) for state in states]}"
 
@@ -43,11 +45,15 @@ class ArrowPictures:
         return len(self.rows)
 
     def read(self, i: int) -> bytes:
-        cell = self.dataset[int(self.rows[i])][self.column]
-        if cell is None:
+        [cells] = self._arrow[int(self.rows[i])].column(self.column).chunks  # nothing is copied yet
+        kept, path = cells.field("bytes"), cells.field("path")
+        if cells.null_count or (kept.null_count and path.null_count):
             raise ValueError(f"row {self.rows[i]} has no picture")
-        content: bytes | None = cell["bytes"]
-        return Path(cell["path"]).read_bytes() if content is None else content
+        if kept.null_count:
+            return read_file(path[0].as_py())
+        check_bytes(importlib.import_module("pyarrow.compute").binary_length(kept)[0].as_py())
+        content: bytes = kept[0].as_py()
+        return content
 
     def stamp(self, i: int) -> str:
         return f"{self._stamp}\n{self.column} {self.rows[i]}"
