@@ -75,7 +75,7 @@ def calibrate(
     plain[results.CHECKSUM] = files.digest(plain)
     path = results.calibration_file(folder, info.short)
     with files.explained(f"{path}", "make room, or let it be written there"):
-        files.write_json(path, plain)
+        files.write_json(path, plain, follow=False)
     return plain
 
 

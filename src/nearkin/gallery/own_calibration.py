@@ -45,8 +45,9 @@ def load(store: Store, facts: Facts) -> tuple[Calibrator | None, str]:
 
 def is_current(store: Store, facts: Facts) -> bool:
     """Whether there is a calibration of the rows as they are now."""
+    path = calibration_path(store, facts)
     try:
-        plain = files.read_json(calibration_path(store, facts))
+        plain = {} if files.is_link(path) else files.read_json(path)
         return bool(plain.get("state") == _state(facts) and load(store, facts)[0] is not None)
     except (OSError, ValueError):
         return False
@@ -76,7 +77,9 @@ def calibrate_gallery(gallery: "Gallery") -> dict[str, Any]:
     path = calibration_path(store, facts)
     with files.explained(f"{path}", "make room, or let it be written there"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(path, json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+        files.write_text(
+            path, json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")), follow=False
+        )
     gallery.use_calibration(*load(store, facts))
     return plain
 

@@ -63,9 +63,12 @@ def plda_of(
 
 
 def stored_plda(info: EncoderInfo, views: int = 1) -> PLDA | None:
-    """The model in the folder of a run; None where there is none of this encoder, length and number of views."""
+    """The model in the folder of a run; None where there is none of this encoder, length and views, or a link."""
+    path = _path(info, views)
+    if files.is_link(path):
+        return None
     try:
-        with np.load(_path(info, views), allow_pickle=False) as plain:
+        with np.load(path, allow_pickle=False) as plain:
             if int(plain["format"]) != FORMAT or str(plain["encoder"]) != info.fingerprint:
                 return None
             tried = [(float(spread), float(score)) for spread, score in plain["tried"]]
@@ -105,4 +108,4 @@ def _write(info: EncoderInfo, views: int, model: PLDA) -> None:
         spread=np.array(model.spread),
         tried=tried,
     )
-    files.write_bytes(_path(info, views), out.getvalue())
+    files.write_bytes(_path(info, views), out.getvalue(), follow=False)
