@@ -57,6 +57,7 @@ def compare(
     partial: options.PartialFlag = False,
     split_folders: options.SplitFoldersOption = None,
     leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     group_pattern: options.GroupPatternOption = None,
     group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
@@ -86,6 +87,7 @@ def compare(
     flags |= {
         "split-folders": split_folders,
         "leaf-classes": leaf_classes or None,
+        "allow-outside": allow_outside or None,
         "group-pattern": group_pattern,
         "group-column": group_column,
         "partial": partial or None,
@@ -120,7 +122,7 @@ def compare(
             for key, value in settings.items()
             if value is not None
         ]
-        base = training.read_recipe(recipe, [*sets, *(set_ or [])])
+        base = training.read_recipe(recipe, [*sets, *(set_ or [])]).allowing_outside(allow_outside)
         with _screen(quiet or json, steps is not None or budget is not None) as callback:
             comparison = comparison_room.compare(
                 base,

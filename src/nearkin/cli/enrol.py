@@ -27,6 +27,7 @@ def enrol(
     root: options.RootOption = None,
     split_folders: options.SplitFoldersOption = None,
     leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     label: Annotated[str | None, typer.Option(help="Enrol everything under this label.")] = None,
     metadata: Annotated[
         str | None, typer.Option(help='Metadata of every item, as {"place": "pond"}.', metavar="JSON")
@@ -71,7 +72,7 @@ def enrol(
                     unlabelled=frozen,
                     progress=progress,
                     group=group,
-                    reading=options.reading(split_folders, leaf_classes),
+                    reading=options.reading(split_folders, leaf_classes, allow_outside),
                 )
             if isinstance(opened, room.Gallery):
                 with plain_bar("indexing", quiet) as progress:

@@ -33,7 +33,7 @@ __all__ += [
     "SilentFlag",
     "SkipSingleFlag",
 ]
-__all__ += ["LeafClassesFlag", "SkipUnreadableFlag", "SplitFoldersOption", "names", "reading"]
+__all__ += ["AllowOutsideFlag", "LeafClassesFlag", "SkipUnreadableFlag", "SplitFoldersOption", "names", "reading"]
 
 
 class Device(str, Enum):
@@ -84,6 +84,10 @@ SplitFoldersOption = Annotated[
 LeafClassesFlag = Annotated[
     bool, typer.Option("--leaf-classes", help="A class is a folder that holds images, not the first folder.")
 ]
+AllowOutsideFlag = Annotated[
+    bool,
+    typer.Option("--allow-outside", help="Paths of a table or Hugging Face dataset may lead out of its folder."),
+]
 DimOption = Annotated[
     int | None,
     typer.Option(
@@ -120,8 +124,8 @@ def names(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",")]
 
 
-def reading(split_folders: str | None, leaf_classes: bool) -> "Reading":
+def reading(split_folders: str | None = None, leaf_classes: bool = False, allow_outside: bool = False) -> "Reading":
     """How the files of a source are read, from the options above."""
     from nearkin import data
 
-    return data.Reading(names(split_folders), leaf_classes)
+    return data.Reading(names(split_folders), leaf_classes, allow_outside)

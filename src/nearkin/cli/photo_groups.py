@@ -56,6 +56,7 @@ def group(
     root: options.RootOption = None,
     split_folders: options.SplitFoldersOption = None,
     leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     part: Annotated[
         str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
     ] = "all",
@@ -95,7 +96,7 @@ def group(
         how["progress"] = bar
         if is_gallery(source):
             told = {"--run": run, "--root": root, "--part": part != "all", "--dim": dim, "--views": views > 1}
-            told |= {"--split-folders": split_folders, "--leaf-classes": leaf_classes}
+            told |= {"--split-folders": split_folders, "--leaf-classes": leaf_classes, "--allow-outside": allow_outside}
             told["--skip-unreadable"] = skip_unreadable
             if needless := [name for name, value in told.items() if value not in (None, False)]:
                 raise ValueError(f"{shown(source)}: a gallery is embedded already; leave {', '.join(needless)} out")
@@ -105,7 +106,7 @@ def group(
         else:
             given: dict[str, Any] = {"root": root, "part": part, "dim": dim, "views": views, "device": device.value}
             given["unreadable"] = "skip" if skip_unreadable else "strict"
-            reading = options.reading(split_folders, leaf_classes)
+            reading = options.reading(split_folders, leaf_classes, allow_outside)
             groups = room.group_source(source, run, reading=reading, **given, **how)
             picture = _picture_of_item(source, root, groups, reading)
         bars.close()

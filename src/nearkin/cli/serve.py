@@ -50,6 +50,7 @@ def serve(
     ] = None,
     split_folders: options.SplitFoldersOption = None,
     leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     host: Annotated[str, typer.Option(help="Address to listen on; other than localhost needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8765,
     token: Annotated[
@@ -93,11 +94,12 @@ def serve(
         from nearkin.models.frozen import is_run
         from nearkin.web.demo import prepared
 
-        source, reading = None, options.reading(split_folders, leaf_classes)
+        source, reading = None, options.reading(split_folders, leaf_classes, allow_outside)
         encoder: str | Path
         place: str | Path
-        if (split_folders or leaf_classes) and (demo or target is None or is_run(target)):
-            raise ValueError("--split-folders and --leaf-classes are for a folder of pictures; leave them out")
+        told = {"--split-folders": split_folders, "--leaf-classes": leaf_classes, "--allow-outside": allow_outside}
+        if (given := [name for name, value in told.items() if value]) and (demo or target is None or is_run(target)):
+            raise ValueError(f"{', '.join(given)}: for a folder of pictures; leave it out")
         if demo:
             if gallery is not None or dim is not None or run is not None:
                 raise ValueError("--demo makes its own gallery; leave --gallery and --dim out, and --run")

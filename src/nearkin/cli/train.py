@@ -66,6 +66,7 @@ def train(
     partial: options.PartialFlag = False,
     split_folders: options.SplitFoldersOption = None,
     leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     group_pattern: options.GroupPatternOption = None,
     group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
@@ -158,9 +159,8 @@ def train(
                     screen(event)
 
                 sets = [*_assignments(settings), *(set_ or [])]
-                outcome = training.train(
-                    None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
-                )
+                how: dict[str, Any] = {"resume": resume, "report": True, "group": group, "allow_outside": allow_outside}
+                outcome = training.train(None, out, callback, recipe=recipe, settings=sets, **how)
             if group.first:
                 _print_outcome(outcome, quiet, json)
 

@@ -22,10 +22,11 @@ FILES = tuple(dict.fromkeys((*tables.KINDS, *vector_files.READABLE, *file_tree.K
 
 
 class Reading(NamedTuple):
-    """How the files of a source are read, as `load` takes it: which folders are parts, and which are classes."""
+    """How the files of a source are read, as `load` takes it: what folders are, and where paths may lead."""
 
     split_folders: Sequence[str] | None = None
     leaf_classes: bool = False
+    allow_outside: bool = False
 
 
 PLAIN = Reading()
@@ -76,6 +77,7 @@ def load(
     group_column: str | None = None,
     split_folders: Sequence[str] | None = None,
     leaf_classes: bool = False,
+    allow_outside: bool = False,
 ) -> Items:
     """The items of a source.
 
@@ -89,13 +91,16 @@ def load(
     split_folders: of a folder or an archive, which folders are the parts of its split: ("train", "more/val"), or
     ("fold1=train", …); all else is left out. ("none",): none is a part. By default the first folders, if all are called
     so; a folder that may be read in two ways is refused. leaf_classes: a class is a folder that holds images, named by
-    its path, and not the first folder.
+    its path, and not the first folder. allow_outside: the paths of a table or a Hugging Face dataset may lead out of
+    its folder (of a table, out of `root`).
     """
     checks.integer("seed", seed, 0)
     if group_pattern is not None and group_column is not None:
         raise ValueError("group_pattern and group_column exclude each other, got both")
     column = groups.UNUSED if group_pattern is not None else group_column
-    items = _load(source, root, seed, partial, labelled, levels, column, Reading(split_folders, leaf_classes))
+    items = _load(
+        source, root, seed, partial, labelled, levels, column, Reading(split_folders, leaf_classes, allow_outside)
+    )
     return items if group_pattern is None else groups.by_pattern(items, group_pattern)
 
 
@@ -119,8 +124,9 @@ def _load(
         _refuse_layout(name, reading)
     if name.startswith((hf_datasets.PREFIX, shards.PREFIX)):
         _refuse_root(name, base)
-        reader = hf_datasets.read if name.startswith(hf_datasets.PREFIX) else shards.read
-        return reader(name, labelled, levels, group_column)
+        if name.startswith(shards.PREFIX):
+            return shards.read(name, labelled, levels, group_column)
+        return hf_datasets.read(name, labelled, levels, group_column, reading.allow_outside)
     table = Path(name).suffix.lower() in (*tables.KINDS, *vector_files.READABLE) and not Path(name).is_dir()
     if group_column not in (None, groups.UNUSED) and (name == "glyphs" or name in BENCHMARKS or not table):
         raise ValueError(
@@ -172,7 +178,7 @@ def _file(
     if ending in vector_files.READABLE and not (ending == ".parquet" and _has_paths(path)):
         _refuse_root(name, root)
         return vectors.items(path, name, labelled, levels, group_column)
-    return tables.read(path, name, root, labelled, levels, group_column)
+    return tables.read(path, name, root, labelled, levels, group_column, reading.allow_outside)
 
 
 def _has_paths(path: Path) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from nearkin import evaluation, training
 from nearkin.core import files
 from nearkin.core.errors import UnfittingWeights
+from nearkin.data.sources import PLAIN, Reading
 from nearkin.evaluation import PLDA
 from nearkin.gallery.gallery import Gallery
 from nearkin.gallery.items import EncoderInfo, encoder_info
@@ -30,15 +31,19 @@ def plda_of(
     views: int = 1,
     device: str = "auto",
     progress: Callable[[str], Progress | None] | None = None,
+    reading: Reading = PLAIN,
 ) -> tuple[PLDA | None, str]:
-    """The model of a run, and "": from its folder, else fitted and written there; or None, and a sentence why."""
+    """The model of a run, and "": from its folder, else fitted and written there; or None, and a sentence why.
+
+    reading: how the run's own source is read, see `data.load`.
+    """
     info, told = encoder_info(run, dim), progress or (lambda _: None)
     if info.frozen is not None:
         return None, ""
     if (model := stored_plda(info, views)) is not None:
         return model, ""
     try:
-        options: dict[str, Any] = {"dim": dim, "views": views, "device": device}
+        options: dict[str, Any] = {"dim": dim, "views": views, "device": device, "reading": reading}
         parts = [
             training.embed_source(run, part=part, **options, progress=told(f"embedding its {part} part"))
             for part in ("train", "val")

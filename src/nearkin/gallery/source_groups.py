@@ -100,7 +100,11 @@ def group_source(
         rows, names = embedded.embeddings, embedded.names
         labels, classes = embedded.labels, embedded.classes
         free = method in (None, "plda") and far is None and similarity is None and size is None
-        model, note = plda_of(run, dim, views, device, progress) if free else (None, "")
+        model, note = (
+            plda_of(run, dim, views, device, progress, PLAIN._replace(allow_outside=reading.allow_outside))
+            if free
+            else (None, "")
+        )
         similarity = similarity if threshold is None else threshold
     method = _method(method, model, note)
     grouping, central, used = group_vectors(rows, similarity, method, size, told("comparing"), model)

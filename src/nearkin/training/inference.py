@@ -180,10 +180,12 @@ def _vectors(name: str, embedded: Embedded, levels: Sequence[Level] = ()) -> Vec
     return Vectors(name, embedded.embeddings, names, values, embedded.names, groups, columns)
 
 
-def export_onnx(run: str | Path, path: str | Path, count: int = 32, dim: int | None = None) -> tuple[float, int]:
+def export_onnx(
+    run: str | Path, path: str | Path, count: int = 32, dim: int | None = None, reading: data.Reading = PLAIN
+) -> tuple[float, int]:
     """Writes the encoder of a run as ONNX, checked on its test items: the largest difference, and on how many.
 
-    dim: as in `embed_source`.
+    dim, reading: as in `embed_source`.
     """
     if frozen := _description(run).get("frozen"):
         raise ValueError(
@@ -191,7 +193,7 @@ def export_onnx(run: str | Path, path: str | Path, count: int = 32, dim: int | N
             f"name has none"
         )
     check_exportable(path)
-    opened = _opened(run, None, None, None, "skip", "cpu", same=False, dim=dim)
+    opened = _opened(run, None, None, None, "skip", "cpu", same=False, dim=dim, reading=reading)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
     batch = opened.store.eval_view(opened.store.gather(some))
     description = _description(run)
@@ -306,7 +308,7 @@ def _opened(
 
 def _reading(recipe: recipes.Recipe, asked: data.Reading, source: str, run: str | Path) -> data.Reading:
     """How a run has read its own source; another way is refused."""
-    own = reading_of(recipe, recorded=True)
+    own = reading_of(recipe, recorded=True)._replace(allow_outside=asked.allow_outside)
     folders = asked.split_folders
     if (
         folders is not None and list(folders) != list(own.split_folders or ())

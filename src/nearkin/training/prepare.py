@@ -252,7 +252,7 @@ def load_items(recipe: Recipe, root: Path | None, resumed: bool = False) -> Item
 def reading_of(recipe: Recipe, recorded: bool = False) -> data.Reading:
     """How the recipe's source is read. recorded: by a run, which read it as it could then where no key says more."""
     split_folders = recipe.data.split_folders or (AS_BEFORE if recorded else None)
-    return data.Reading(split_folders, bool(recipe.data.leaf_classes))
+    return data.Reading(split_folders, bool(recipe.data.leaf_classes), recipe.allow_outside)
 
 
 def check_recipe(recipe: Recipe) -> None:

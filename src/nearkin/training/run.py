@@ -70,6 +70,7 @@ def train(
     progress: bool = False,
     report: bool | None = None,
     group: ProcessGroup | None = None,
+    allow_outside: bool = False,
 ) -> Outcome:
     """Trains an encoder, tests it on classes that it was not trained on, and writes everything into a folder.
 
@@ -82,6 +83,7 @@ def train(
     resume: resumes this run instead; with objects of your own, pass these again, and nothing else.
     progress: bars and lines on stderr. callback: is called with every event, a dictionary with an "event".
     report: writes report.html; by default, unless `source` is a `Recipe`.
+    allow_outside: paths of a table or dataset may lead out of its folder; no recipe and no run can say so itself.
 
     Under torchrun all processes train together; every one returns the outcome, and the first has written it. A run that
     torchrun has started again is resumed. group: that of `dist.join`, if the caller has joined already.
@@ -103,9 +105,11 @@ def train(
             callback({"event": "folder", "folder": str(folder)})
             full_recipe = run_dir.recipe_of(folder)
             own.check(full_recipe, f"{folder}: ")
+            full_recipe = full_recipe.allowing_outside(allow_outside)
             outcome = _resume(full_recipe, folder, callback, own, group)
         else:
             full_recipe = without_labels(_recipe_of(source, own, loss, encoder, recipe, settings, compatible_with))
+            full_recipe = full_recipe.allowing_outside(allow_outside or full_recipe.allow_outside)
             restarted = group.restarted()
             folder = Path(out or group.on_rank0("folder", lambda: str(_free_folder(full_recipe, restarted))))
             callback({"event": "folder", "folder": str(folder)})
@@ -127,12 +131,14 @@ def resume(
     progress: bool = False,
     report: bool = False,
     group: ProcessGroup | None = None,
+    allow_outside: bool = False,
 ) -> Outcome:
     """Resumes a run from its newest intact checkpoint, to the same weights as if it had never stopped.
 
     On any number of processes. dataset, encoder, loss: the objects of your own that the run was started with, if any.
+    allow_outside: as in `train`, once more.
     """
-    options: dict[str, Any] = {"progress": progress, "report": report, "group": group}
+    options: dict[str, Any] = {"progress": progress, "report": report, "group": group, "allow_outside": allow_outside}
     return train(dataset, callback=callback, encoder=encoder, loss=loss, resume=folder, **options)
 
 
@@ -327,7 +333,10 @@ def _recipe_of(
     }
     sets = [*_assignments({key: value for key, value in choices.items() if value is not None}), *_assignments(settings)]
     if isinstance(recipe, Recipe):
-        return recipes.read(None, sets, recipe.model_dump(exclude_unset=True)) if sets else recipe
+        if not sets:
+            return recipe
+        changed = recipes.read(None, sets, recipe.model_dump(exclude_unset=True))
+        return changed.allowing_outside(recipe.allow_outside)
     return recipes.read(recipe, sets)
 
 

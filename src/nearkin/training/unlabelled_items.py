@@ -59,7 +59,8 @@ def load_folder(recipe: Recipe) -> Items:
     folder = recipe.unlabelled.folder
     assert folder is not None
     try:
-        items = data.load(folder, labelled=False, split_folders=AS_BEFORE)  # its labels are not read
+        options: dict[str, Any] = {"split_folders": AS_BEFORE, "allow_outside": recipe.allow_outside}
+        items = data.load(folder, labelled=False, **options)  # its labels are not read
     except ValueError as error:
         raise ValueError(f"unlabelled.folder: {error}") from None
     if items.pictures is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from nearkin.core import checks, toml
 from nearkin.core.errors import ExcessiveText
@@ -217,6 +217,18 @@ class Recipe(BaseModel):
     schedule: Schedule = Schedule()
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
+    # Whether paths of a table or dataset may lead out of its folder. No key: no file and no stored run may say so.
+    _allow_outside: bool = PrivateAttr(default=False)
+
+    @property
+    def allow_outside(self) -> bool:
+        return self._allow_outside
+
+    def allowing_outside(self, allowed: bool = True) -> "Recipe":
+        """A copy by which paths of a table or dataset may lead out of its folder."""
+        copy = self.model_copy()
+        copy._allow_outside = allowed
+        return copy
 
     @property
     def explicit_keys(self) -> set[str]:
