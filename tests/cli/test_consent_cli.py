@@ -120,3 +120,115 @@ def test_python_allows_it_by_an_argument(home):
         with pytest.raises(ValueError, match=OUTSIDE):
             enrol_source(gallery, "lists/birds.csv")
         assert enrol_source(gallery, "lists/birds.csv", reading=reading).added == 144
+
+
+# Code
+
+
+CODE = "dataset:birds_of_mine:birds"
+MODULE = """
+from pathlib import Path
+from PIL import Image
+
+CALLED = Path(__file__).with_name("called")
+
+
+class Birds:
+    def __init__(self):
+        CALLED.write_text("called")
+        self.paths = sorted(Path(__file__).with_name("photos").glob("*.png"))
+        self.targets = [int(path.name.split("-")[0]) for path in self.paths]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, i):
+        return Image.open(self.paths[i]), self.targets[i]
+
+
+birds = Birds
+"""
+
+
+@pytest.fixture(scope="module")
+def code(home):
+    """A run and a gallery of a source that is code."""
+    (home / "birds_of_mine.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.syspath_prepend(str(home))
+        patch.setenv("NEARKIN_CACHE", str(home / "cache"))
+        output_of(run("train", CODE, *QUICK, "--out", "coded"))
+        output_of(run("train", CODE, *QUICK, "--out", "recoded", "--seed", 1))
+        output_of(run("train", "--unlabelled", CODE, *FIRST, "--out", "pretrained"))
+        output_of(run("enrol", "coded", CODE, "--gallery", "coded.gallery"))
+        yield home / "called"
+
+
+CODED = {
+    "train --resume": ("train", "--resume", "coded", "--quiet"),
+    "report": ("report", "coded", "--quiet"),
+    "evaluate": ("evaluate", "coded", "--quiet"),
+    "evaluate a part": ("evaluate", "coded", "--part", "val", "--quiet"),
+    "export": ("export", "coded", "--onnx"),
+    "calibrate": ("gallery", "calibrate", "coded", "--part", "test", "--quiet"),
+}
+
+
+@pytest.mark.parametrize("verb", CODED)
+def test_a_run_whose_source_is_code_goes_on_where_it_is_typed_again(verb, code):
+    code.unlink(missing_ok=True)
+    refused = output_of(run(*CODED[verb]), 2)
+    assert "which no file can ask for" in refused and f"--source {CODE}" in refused and not code.exists()
+    other = output_of(run(*CODED[verb], "--source", "dataset:shutil:rmtree"), 2)
+    assert f"its data.source is {CODE}, as the run has recorded it, and no other" in other and not code.exists()
+    output_of(run(*CODED[verb], "--source", CODE))
+    assert code.exists()
+
+
+def test_a_pretraining_on_code_goes_on_where_it_is_typed_again(code):
+    code.unlink(missing_ok=True)
+    words = ("train", "--resume", "pretrained", "--quiet")
+    assert "which no file can ask for" in output_of(run(*words), 2)
+    assert "resume takes the recipe of the run" in output_of(run(*words, "--unlabelled", CODE, "--lr", 1), 2)
+    assert "and no other; got photos" in output_of(run(*words, "--unlabelled", "photos"), 2) and not code.exists()
+    output_of(run(*words, "--unlabelled", CODE))
+    assert code.exists()
+
+
+def test_group_and_upgrade_leave_code_out_until_it_is_typed(code, home):
+    code.unlink(missing_ok=True)
+    words = ("group", "photos", "--run", "coded", "--quiet")
+    assert "which no file can ask for" in output_of(run("group", "photos", "--run", "coded")) and not code.exists()
+    assert "which no file can ask for" not in output_of(run(*words, "--source", CODE)) and code.exists()
+    code.unlink()
+    words = ("gallery", "upgrade", "coded.gallery", "--run", "recoded", "--device", "cpu")
+    refused = run(*words)
+    assert f"originals of {CODE} are not read" in refused.output and not code.exists()
+    wrong = output_of(run(*words, "--source", "dataset:shutil:rmtree"), 2)
+    assert f"has recorded these sources: {CODE}" in wrong and not code.exists()
+    assert "144 embedded again" in output_of(run(*words, "--source", CODE)) and code.exists()
+
+
+def test_code_of_a_recipe_is_typed(code, home):
+    code.unlink(missing_ok=True)
+    (home / "coded.toml").write_text(f'[data]\nsource = "{CODE}"\n')
+    words = ("train", *QUICK, "--recipe", "coded.toml", "--out", "again")
+    assert "coded.toml: its source" in output_of(run(*words), 2) and not code.exists()
+    compared = ("compare", "lists/birds.csv", "--losses", "triplet,contrastive", "--recipe", "coded.toml")
+    assert OUTSIDE in output_of(run(*compared), 2) and not code.exists()  # its source is typed anyway
+    assert "beside photos" in output_of(run(*words, "photos", "--source", CODE), 2)
+    output_of(run(*words, "--source", CODE))
+    assert code.exists()
+    with pytest.raises(ValueError, match="which no file can ask for"):
+        training.read_recipe("coded.toml")
+
+
+def test_python_types_code_by_an_argument(code):
+    with pytest.raises(ValueError, match="which no file can ask for"):
+        training.resume("coded")
+    with pytest.raises(ValueError, match="which no file can ask for"):
+        training.vectors_of("coded", device="cpu")
+    assert training.resume("coded", source=CODE).recipe.data.source == CODE
+    assert len(training.vectors_of("coded", device="cpu", reading=data.Reading(own_source=CODE))[0].embeddings) == 36
+    assert len(training.embed_source("coded", CODE, device="cpu").names) == 144

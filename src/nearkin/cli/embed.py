@@ -102,6 +102,7 @@ def export(
     ] = None,
     dim: options.DimOption = None,
     allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     quiet: options.SilentFlag = False,
     json: options.JsonFlag = False,
 ) -> None:
@@ -118,7 +119,7 @@ def export(
             raise ValueError("say which format: nearkin export RUN --onnx")
         path = out or Path(run) / ("model.onnx" if dim is None else f"model-{dim}.onnx")
         difference, items = training.export_onnx(
-            run, path, dim=dim, reading=options.reading(allow_outside=allow_outside)
+            run, path, dim=dim, reading=options.reading(allow_outside=allow_outside, own_source=own_source)
         )
     text = f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items"
     print_result(text, {"file": str(path), "difference": difference, "items": items})

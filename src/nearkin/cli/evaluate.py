@@ -56,6 +56,7 @@ def evaluate(
     split_folders: options.SplitFoldersOption = None,
     leaf_classes: options.LeafClassesFlag = False,
     allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     levels: options.LevelsOption = None,
     part: Annotated[
         str | None,
@@ -255,7 +256,7 @@ def evaluate(
             raise ValueError("--gallery-labels, --gallery-targets and --gallery-groups need --gallery FILE")
         if groups is not None and (group_pattern or group_column):
             raise ValueError("--groups FILE excludes --group-pattern and --group-column, got both")
-        own = options.reading(allow_outside=allow_outside)  # the source of the run
+        own = options.reading(allow_outside=allow_outside, own_source=own_source)  # the source of the run
         if is_encoder(embeddings):
             if labels or targets or gallery or groups:
                 raise ValueError(
@@ -263,14 +264,14 @@ def evaluate(
                 )
             chosen: dict[str, Any] = {"group_pattern": group_pattern, "group_column": group_column}
             chosen |= {"levels": options.names(levels), "part": part}
-            chosen["reading"] = options.reading(split_folders, leaf_classes, allow_outside)
+            chosen["reading"] = options.reading(split_folders, leaf_classes, allow_outside, own_source)
             queries, searched = vectors_of_run(embeddings, source, root, dim, device.value, group, chosen)
             if open_set and cohort is None:
                 others = cohort_of_run(embeddings, dim, device.value, group, own)
         else:
             of_run = {"SOURCE": source, "--root": root, "--dim": dim, "--part": part}
             of_run |= {"--split-folders": split_folders, "--leaf-classes": leaf_classes or None}
-            of_run["--allow-outside"] = allow_outside or None
+            of_run |= {"--allow-outside": allow_outside or None, "--source": own_source}
             if given := [name for name, value in of_run.items() if value is not None]:
                 raise ValueError(f"{embeddings}: {', '.join(given)}: for the folder of a run, got a file")
             if group_pattern is not None:

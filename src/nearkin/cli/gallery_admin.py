@@ -169,6 +169,7 @@ def calibrate(
     ] = None,
     dim: options.DimOption = None,
     allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     device: options.DeviceOption = options.Device.auto,
     quiet: options.SilentFlag = False,
     json: options.JsonFlag = False,
@@ -185,14 +186,15 @@ def calibrate(
         from nearkin import gallery as room
 
         if "://" in run or Path(run).is_file():
-            if part is not None or dim is not None or allow_outside:
-                raise ValueError(f"{shown(run)}: --part, --dim and --allow-outside are for a run, got a gallery")
+            of_run = {"--part": part, "--dim": dim, "--allow-outside": allow_outside or None, "--source": own_source}
+            if given := [name for name, value in of_run.items() if value is not None]:
+                raise ValueError(f"{shown(run)}: {', '.join(given)}: for a run, got a gallery")
             with opened_gallery(run) as opened:
                 calibration, part = opened.calibrate(), "its own"
         else:
             part = part or "val"
             with plain_bar("embedding") as progress:
-                reading = options.reading(allow_outside=allow_outside)
+                reading = options.reading(allow_outside=allow_outside, own_source=own_source)
                 calibration = room.calibrate(
                     run, part=part, dim=dim, device=device.value, progress=progress, reading=reading
                 )

@@ -33,7 +33,15 @@ __all__ += [
     "SilentFlag",
     "SkipSingleFlag",
 ]
-__all__ += ["AllowOutsideFlag", "LeafClassesFlag", "SkipUnreadableFlag", "SplitFoldersOption", "names", "reading"]
+__all__ += [
+    "AllowOutsideFlag",
+    "LeafClassesFlag",
+    "OwnSourceOption",
+    "SkipUnreadableFlag",
+    "SplitFoldersOption",
+    "names",
+    "reading",
+]
 
 
 class Device(str, Enum):
@@ -88,6 +96,15 @@ AllowOutsideFlag = Annotated[
     bool,
     typer.Option("--allow-outside", help="Paths of a table or Hugging Face dataset may lead out of its folder."),
 ]
+OwnSourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source",
+        help="The source that is recorded, typed again: code (dataset:…) is run only so.",
+        metavar="SOURCE",
+        show_default=False,
+    ),
+]
 DimOption = Annotated[
     int | None,
     typer.Option(
@@ -124,8 +141,13 @@ def names(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",")]
 
 
-def reading(split_folders: str | None = None, leaf_classes: bool = False, allow_outside: bool = False) -> "Reading":
+def reading(
+    split_folders: str | None = None,
+    leaf_classes: bool = False,
+    allow_outside: bool = False,
+    own_source: str | None = None,
+) -> "Reading":
     """How the files of a source are read, from the options above."""
     from nearkin import data
 
-    return data.Reading(names(split_folders), leaf_classes, allow_outside)
+    return data.Reading(names(split_folders), leaf_classes, allow_outside, own_source)

@@ -57,6 +57,7 @@ def group(
     split_folders: options.SplitFoldersOption = None,
     leaf_classes: options.LeafClassesFlag = False,
     allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     part: Annotated[
         str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
     ] = "all",
@@ -97,7 +98,7 @@ def group(
         if is_gallery(source):
             told = {"--run": run, "--root": root, "--part": part != "all", "--dim": dim, "--views": views > 1}
             told |= {"--split-folders": split_folders, "--leaf-classes": leaf_classes, "--allow-outside": allow_outside}
-            told["--skip-unreadable"] = skip_unreadable
+            told |= {"--skip-unreadable": skip_unreadable, "--source": own_source}
             if needless := [name for name, value in told.items() if value not in (None, False)]:
                 raise ValueError(f"{shown(source)}: a gallery is embedded already; leave {', '.join(needless)} out")
             opened = resources.enter_context(opened_gallery(source))
@@ -106,7 +107,7 @@ def group(
         else:
             given: dict[str, Any] = {"root": root, "part": part, "dim": dim, "views": views, "device": device.value}
             given["unreadable"] = "skip" if skip_unreadable else "strict"
-            reading = options.reading(split_folders, leaf_classes, allow_outside)
+            reading = options.reading(split_folders, leaf_classes, allow_outside, own_source)
             groups = room.group_source(source, run, reading=reading, **given, **how)
             picture = _picture_of_item(source, root, groups, reading)
         bars.close()
@@ -134,7 +135,7 @@ def _picture_of_item(
     from nearkin.data.sources import AS_BEFORE
 
     reading = reading._replace(split_folders=AS_BEFORE, leaf_classes=False)  # all of them: they are found by name
-    items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED, **reading._asdict())
+    items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED, **reading.for_load())
     pictures, place = items.pictures, {name: i for i, name in enumerate(items.names)}
     if pictures is None:
         return None

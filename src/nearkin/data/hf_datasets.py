@@ -127,7 +127,7 @@ def _opened(source: str, place: str, options: dict[str, str]) -> dict[str, Any]:
         if folder.is_dir():
             opened = datasets.load_from_disk(os.fspath(folder))
         else:
-            opened = datasets.load_dataset(place, options.get("config"))
+            opened = datasets.load_dataset(place, options.get("config"), trust_remote_code=False)
     except Exception as error:  # the library has many kinds of them
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(f"{source}: it cannot be opened ({reason})") from None

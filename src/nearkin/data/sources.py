@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nearkin.core import checks
 from nearkin.data import file_tree, folders, glyphs, groups, hf_datasets, map_dataset, tables, vector_files, vectors
@@ -22,11 +22,16 @@ FILES = tuple(dict.fromkeys((*tables.KINDS, *vector_files.READABLE, *file_tree.K
 
 
 class Reading(NamedTuple):
-    """How the files of a source are read, as `load` takes it: what folders are, and where paths may lead."""
+    """How a source is read: what folders are, where paths may lead, and which code may run."""
 
     split_folders: Sequence[str] | None = None
     leaf_classes: bool = False
     allow_outside: bool = False
+    own_source: str | None = None  # the source that a run or gallery has recorded, typed again: it may be code
+
+    def for_load(self) -> dict[str, Any]:
+        """The arguments of `load`."""
+        return {key: value for key, value in self._asdict().items() if key != "own_source"}
 
 
 PLAIN = Reading()

@@ -71,7 +71,7 @@ class Embedder:
         calibrated by its own labels, where there are enough. `enroll` is the same method. reading: how the files are
         read, see `data.load`.
         """
-        options: dict[str, Any] = {"labelled": False, "group_column": groups.UNUSED, **reading._asdict()}
+        options: dict[str, Any] = {"labelled": False, "group_column": groups.UNUSED, **reading.for_load()}
         items = data.load(source, **options)  # before a gallery is made
         warn_without_classes(items)
         opened = self.gallery(gallery_beside(source) if gallery is None else gallery)

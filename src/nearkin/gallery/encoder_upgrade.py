@@ -24,6 +24,7 @@ from nearkin import data, training
 from nearkin.core import checks, toml
 from nearkin.core.errors import EncoderChanged, NotAllowed
 from nearkin.data import groups
+from nearkin.data.map_dataset import check_typed
 from nearkin.data.sources import AS_BEFORE, PLAIN
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
 from nearkin.gallery import bridge, bridge_note, bridge_scale, opening
@@ -45,6 +46,7 @@ from nearkin.gallery.schema import (
 )
 from nearkin.gallery.stores import Rewrite, Store, check_encoder
 from nearkin.models.frozen import is_encoder_name
+from nearkin.training.inference import recorded_source
 
 __all__ = ["FEWEST", "Pairs", "Upgraded", "renew", "split_classes", "upgrade"]
 
@@ -104,6 +106,7 @@ def upgrade(
     checks.positive("timeout", timeout)
     report = progress or (lambda *_: None)
     with closing(opening.store_at(place, timeout)) as store:
+        _check_own_source(store, run, reading)
         kept, pairs, renewed = "", 0, 0
         while True:
             facts = opening.existing_facts(store)
@@ -126,6 +129,22 @@ def upgrade(
         with Gallery.open(place, run, device=device, timeout=timeout) as gallery:
             why = gallery.calibrate_if_changed()
     return Upgraded(pairs, summary, kept, renewed, facts.rows, bridged, why)
+
+
+def _check_own_source(store: Store, run: str | Path, reading: data.Reading) -> None:
+    """Refuses a source, typed again, that neither the gallery nor one of its runs has recorded."""
+    if reading.own_source is None:
+        return
+    facts = opening.existing_facts(store)
+    recorded = [*facts.sources, *filter(None, (recorded_source(one) for one in (run, facts.run) if one is not None))]
+    if reading.own_source not in recorded:
+        known = ", ".join(recorded) or "none"
+        raise ValueError(f"{store.where}: it has recorded these sources: {known}; none is {reading.own_source}")
+
+
+def _for_run(reading: data.Reading, run: str | Path) -> data.Reading:
+    """The same, where the source that was typed again is that of the run."""
+    return reading if reading.own_source == recorded_source(run) else reading._replace(own_source=None)
 
 
 def _encoding_for(run: str | Path, device: str, facts: Facts) -> Encoding:
@@ -240,8 +259,8 @@ def _pairs_with(
 ) -> Pairs:
     """The items of a source by both encoders."""
     old = _old_encoding(store, facts, device)
-    reading = reading._replace(split_folders=AS_BEFORE, leaf_classes=False)  # no labels are needed
-    items = data.load(source, labelled=False, group_column=groups.UNUSED, **reading._asdict())
+    reading = PLAIN._replace(split_folders=AS_BEFORE, allow_outside=reading.allow_outside)  # no labels are needed
+    items = data.load(source, labelled=False, group_column=groups.UNUSED, **reading.for_load())
     step = max(1, -(-len(items) // MOST))
     chosen = range(0, len(items), step)
     parts: list[list[Floats]] = [[], []]
@@ -376,15 +395,16 @@ def _validation(
     if encoding.info.frozen is not None or facts.run is None:
         return None
     try:
-        options: dict[str, Any] = {"device": device, "reading": reading}
+        options: dict[str, Any] = {"device": device, "reading": _for_run(reading, encoding.info.run)}
         new = training.embed_source(encoding.info.run, part="val", dim=encoding.info.short, **options)
         if new.labels is None:
             return None
-        options |= {"dim": _old_length(facts)}
+        options |= {"dim": _old_length(facts), "reading": _for_run(reading, facts.run)}
         if is_encoder_name(facts.run):  # it has learned from none of these classes
             recipe = toml.read_file(encoding.info.run / "recipe.toml")["data"]
             options |= {"source": recipe["source"], "root": recipe.get("root"), "part": "all"}
-            options["reading"] = reading._replace(split_folders=AS_BEFORE, leaf_classes=False)  # found by name
+            check_typed(recipe["source"], [reading.own_source], encoding.info.shown)
+            options["reading"] = PLAIN._replace(split_folders=AS_BEFORE, allow_outside=reading.allow_outside)
         old = training.embed_source(facts.run, **{"part": "val"} | options)
     except NotAllowed as error:
         warnings.warn(str(error), RuntimeWarning, stacklevel=2)

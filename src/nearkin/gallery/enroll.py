@@ -106,7 +106,7 @@ def enrol_source(
     read, see `data.load`.
     """
     if items is None:
-        items = data.load(source, root=root, labelled=False, group_column=groups.UNUSED, **reading._asdict())
+        items = data.load(source, root=root, labelled=False, group_column=groups.UNUSED, **reading.for_load())
         if label is None and unlabelled:
             warn_without_classes(items)
     if label is not None:

@@ -9,6 +9,7 @@ from nearkin import data
 from nearkin.core.errors import NotAllowed
 from nearkin.data import groups
 from nearkin.data.item_set import Items
+from nearkin.data.map_dataset import check_typed
 from nearkin.data.sources import AS_BEFORE, PLAIN
 from nearkin.gallery import matched_parts
 from nearkin.gallery.items import Encoding, RawItem, encode_items, hash_items
@@ -81,8 +82,9 @@ class Originals:
         if source not in self._opened:
             self._opened[source] = None
             with self._unless_refused(source):
+                check_typed(source, [self._reading.own_source], "the gallery")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)
-                    items = data.load(source, labelled=False, group_column=groups.UNUSED, **self._reading._asdict())
+                    items = data.load(source, labelled=False, group_column=groups.UNUSED, **self._reading.for_load())
                 self._opened[source] = items, {name: i for i, name in enumerate(items.names)}
         return self._opened[source]

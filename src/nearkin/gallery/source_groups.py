@@ -82,7 +82,7 @@ def group_source(
     items = None
     if run is None:
         options: dict[str, Any] = {"root": root, "labelled": False, "group_column": item_groups.UNUSED}
-        items = data.load(source, **options, **reading._asdict())
+        items = data.load(source, **options, **reading.for_load())
     if items is not None and items.vectors is not None:
         if far is not None:
             raise ValueError("far needs the calibration of a run: give --run RUN, or --similarity")
@@ -95,22 +95,23 @@ def group_source(
         run = DEFAULT if run is None else run
         threshold = None if far is None else _threshold(run, far, dim)
         options = {"root": root, "part": part, "dim": dim, "unreadable": unreadable, "device": device}
-        options |= {"views": views, "reading": reading}
+        options |= {"views": views, "reading": reading._replace(own_source=None)}
         embedded = training.embed_source(run, source, **options, progress=told("embedding"))
         rows, names = embedded.embeddings, embedded.names
         labels, classes = embedded.labels, embedded.classes
         free = method in (None, "plda") and far is None and similarity is None and size is None
-        model, note = (
-            plda_of(run, dim, views, device, progress, PLAIN._replace(allow_outside=reading.allow_outside))
-            if free
-            else (None, "")
-        )
+        model, note = plda_of(run, dim, views, device, progress, _of_run(reading)) if free else (None, "")
         similarity = similarity if threshold is None else threshold
     method = _method(method, model, note)
     grouping, central, used = group_vectors(rows, similarity, method, size, told("comparing"), model)
     known = None if labels is None or not classes else [classes[i] for i in labels]
     notes = ([note] if note else []) + _notes(names, grouping)
     return SourceGroups(names, grouping, central, known, used, _scores(known, grouping), notes, method=method)
+
+
+def _of_run(reading: data.Reading) -> data.Reading:
+    """What the run's own source is allowed; which folders are its parts, the run knows."""
+    return PLAIN._replace(allow_outside=reading.allow_outside, own_source=reading.own_source)
 
 
 def group_gallery(

@@ -31,7 +31,7 @@ from nearkin.training.loader import ItemStore, embed
 from nearkin.training.prepare import fingerprint, reading_of
 from nearkin.training.run_dir import start_of
 
-__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "length_note", "vectors_of"]
+__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "length_note", "recorded_source", "vectors_of"]
 
 PARTS = ("all", "train", "val", "test", "gallery")
 Progress = Callable[[int, int], None]
@@ -143,6 +143,12 @@ def length_note(run: str | Path, dim: int) -> str | None:
     return None
 
 
+def recorded_source(run: str | Path) -> str | None:
+    """The source in the recipe of a run; None where there is no recipe."""
+    path = Path(run) / "recipe.toml"
+    return recipes.read(path, stored=True).data.source if path.is_file() else None
+
+
 def _description(run: str | Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((encoder_folder(run) / "encoder.json").read_text(encoding="utf-8"))
     return content
@@ -232,11 +238,11 @@ def _preparation_facts(preparation: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _recipe(run: str | Path, source: str | None, frozen: str | None) -> recipes.Recipe:
+def _recipe(run: str | Path, source: str | None, frozen: str | None, own_source: str | None) -> recipes.Recipe:
     """Of a run its own; of a frozen encoder one that divides the source as `nearkin train` does by default."""
     if frozen is None:
-        return run_dir.recipe_of(Path(run))
-    if source is None:
+        return run_dir.recipe_of(Path(run), {} if own_source is None else {"data.source": own_source})
+    if source is None or own_source is not None:
         raise ValueError(f"{frozen}: an encoder's name has no source of its own; name one after it, as photos/")
     return recipes.Recipe.model_validate({"data": {"source": source}})
 
@@ -259,7 +265,7 @@ def _opened(
     folder, description = encoder_folder(run), _description(run)
     frozen = description.get("frozen")
     on = checks.device(device)
-    recipe = _recipe(run, source, frozen)
+    recipe = _recipe(run, source, frozen, reading.own_source)
     if dim is not None and not measured:
         check_length(description, dim, run)
     encoder, preparation = models.load(folder, on)
@@ -267,6 +273,8 @@ def _opened(
         encoder.shorten(dim)
     part = part or ("test" if source is None else "all")
     checks.one_of("part", part, PARTS)
+    if source is None:
+        recipe.check_typed("data.source", str(run))
     source = source or recipe.data.source
     own_source = frozen is None and Path(source) == Path(recipe.data.source)
     root = recipe.data.root if own_source and root is None else root
@@ -279,7 +287,7 @@ def _opened(
     if levels is None:
         levels = trained_levels if own_source and labelled else ()
     options: dict[str, Any] = {"root": root, "partial": recipe.data.partial, "labelled": labelled, "levels": levels}
-    options |= _reading(recipe, reading, source, run)._asdict() if own_source else reading._asdict()
+    options |= _reading(recipe, reading, source, run).for_load() if own_source else reading.for_load()
     own_groups: dict[str, Any] = {"group_pattern": recipe.data.group_pattern, "group_column": recipe.data.group_column}
     items = data.load(source, **options, **(own_groups if own_source else {}))
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)

@@ -240,8 +240,9 @@ def _known_exclusions(recipe: Recipe, items: Items, parts: Parts, start: Mapping
 def load_items(recipe: Recipe, root: Path | None, resumed: bool = False) -> Items:
     """The items of the recipe's source, with their groups and levels."""
     options = recipe.data
+    recipe.check_typed("data.source", "the run")
     grouped: dict[str, Any] = {"group_pattern": options.group_pattern, "group_column": options.group_column}
-    grouped |= reading_of(recipe, resumed)._asdict()
+    grouped |= reading_of(recipe, resumed).for_load()
     try:
         return data.load(options.source, root=root, partial=options.partial, levels=options.levels or (), **grouped)
     except ValueError as error:

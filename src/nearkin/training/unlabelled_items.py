@@ -58,6 +58,7 @@ def load_folder(recipe: Recipe) -> Items:
     """The items of `unlabelled.folder`, whatever their labels."""
     folder = recipe.unlabelled.folder
     assert folder is not None
+    recipe.check_typed("unlabelled.folder", "the run")
     try:
         options: dict[str, Any] = {"split_folders": AS_BEFORE, "allow_outside": recipe.allow_outside}
         items = data.load(folder, labelled=False, **options)  # its labels are not read

@@ -111,7 +111,7 @@ class Enrolment(threading.Thread):
 def read_source(source: str, reading: data.Reading = PLAIN) -> Items:
     """The items of a folder of pictures, with or without class folders."""
     try:
-        return data.load(source, labelled=False, group_column=groups.UNUSED, **reading._asdict())
+        return data.load(source, labelled=False, group_column=groups.UNUSED, **reading.for_load())
     except ValueError as error:
         if Path(source).is_dir():
             raise ValueError(
