@@ -196,6 +196,20 @@ def test_hf_datasets_that_cannot_be_used(tmp_path, monkeypatch):
     assert "needs the package datasets: pip install" in answer(source)
 
 
+def test_no_code_of_a_named_dataset_is_run(monkeypatch):
+    """Older versions of the library have scripts of datasets, and ask whether to run them."""
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        raise ValueError("it has a script")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert "cannot be opened (it has a script)" in answer("hf-dataset:someone/birds?config=small")
+    assert asked == [(("someone/birds", "small"), {"trust_remote_code": False})]
+
+
 def test_a_changed_dataset_changes_its_stamps(tmp_path):
     pytest.importorskip("datasets")
     before = data.load(hf_dataset(tmp_path / "one", ["train"])).pictures.stamp(3)
@@ -275,7 +289,8 @@ SMALL += ["training.workers=0", "training.device=cpu", 'loss.name="supcon"', "da
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_stops_and_resumes_to_the_same_weights(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("NEARKIN_CACHE", str(tmp_path / "cache"))
-    recipe = read_recipe(None, [f"data.source={json.dumps(BUILD[kind](tmp_path, ['train', 'test']))}", *SMALL])
+    source = BUILD[kind](tmp_path, ["train", "test"])
+    recipe = read_recipe(None, [f"data.source={json.dumps(source)}", *SMALL])
     whole = training.train(recipe, tmp_path / "whole").folder
 
     def stop(event):
@@ -284,5 +299,5 @@ def test_a_run_stops_and_resumes_to_the_same_weights(kind, tmp_path, monkeypatch
 
     with pytest.raises(KeyboardInterrupt):
         training.train(recipe, tmp_path / "parts", stop)
-    resumed = training.resume(tmp_path / "parts").folder
+    resumed = training.resume(tmp_path / "parts", source=source).folder
     assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()

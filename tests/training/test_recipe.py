@@ -128,6 +128,15 @@ def sources(tmp_path_factory):
             pixels = rng.integers(0, 255, (20, 24, 3)).astype(np.uint8)
             pixels[4:12, 4 : 6 + c] = 25 * c
             Image.fromarray(pixels).save(folder / "photos" / f"class{c}" / f"{i}.png")
+    for c in range(10):
+        shutil.copytree(
+            folder / "photos" / f"class{c}", folder / "divided" / ("train" if c < 5 else "test") / f"class{c}"
+        )
+    (folder / "divided" / "train" / "class0" / "young").mkdir()
+    for i in range(3):
+        (folder / "divided" / "train" / "class0" / f"{i}.png").rename(
+            folder / "divided" / "train" / "class0" / "young" / f"{i}.png"
+        )
     shutil.copytree(folder / "photos", folder / "more")  # without labels, with ten other pictures
     for c in range(10):
         Image.fromarray(rng.integers(0, 255, (20, 24, 3)).astype(np.uint8)).save(folder / "more" / f"{c}.png")
@@ -142,6 +151,7 @@ VECTORS += ["training.epochs=2", "training.batches=3", "training.log_steps=1", "
 PHOTOS = ["data.source=photos", "encoder.name=small-cnn", "encoder.width=4", "data.size=16", "data.stored=20"]
 PHOTOS += ["encoder.dim=4", "sampler.batch=8", "sampler.per_class=2", "training.epochs=1", "training.batches=2"]
 PHOTOS += ["training.log_steps=1", "training.workers=0"]
+DIVIDED = ["data.source=divided", *PHOTOS[1:], "sampler.batch=4"]
 UNLABELLED = [*PHOTOS, "unlabelled.folder=more", "unlabelled.epochs=2", "unlabelled.batches=2", "unlabelled.batch=6"]
 UNLABELLED += ["unlabelled.projector=[6,4]"]
 INFONCE = [*UNLABELLED, "unlabelled.method=infonce", "unlabelled.queue=12"]
@@ -169,6 +179,8 @@ CHANGES = {
     "data.test": (VECTORS, 0.5),
     "data.seed": (VECTORS, 3),
     "data.levels": (VECTORS, ["family"]),
+    "data.split_folders": (DIVIDED, ["train=test", "test=train"]),
+    "data.leaf_classes": (DIVIDED, True),
     "data.near": (PHOTOS, "off"),
     "data.without": (VECTORS, "without.csv"),
     "unlabelled.folder": ([text.replace("folder=more", "own_part=true") for text in UNLABELLED], "more"),

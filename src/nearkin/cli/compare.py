@@ -55,6 +55,9 @@ def compare(
         typer.Option(help="Trainings at a time; changes only the duration.", show_default="one per core or GPU"),
     ] = None,
     partial: options.PartialFlag = False,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     group_pattern: options.GroupPatternOption = None,
     group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
@@ -82,6 +85,9 @@ def compare(
     """
     flags = {"root": root, "recipe": recipe, "set": set_, "encoder": encoder, "batch": batch, "lr": lr}
     flags |= {
+        "split-folders": split_folders,
+        "leaf-classes": leaf_classes or None,
+        "allow-outside": allow_outside or None,
         "group-pattern": group_pattern,
         "group-column": group_column,
         "partial": partial or None,
@@ -91,6 +97,8 @@ def compare(
     settings = {
         "data.source": source,
         "data.root": None if root is None else str(root),
+        "data.split_folders": options.names(split_folders),
+        "data.leaf_classes": leaf_classes or None,
         "data.group_pattern": group_pattern,
         "data.group_column": group_column,
         "data.skip_single": skip_single or None,
@@ -114,7 +122,7 @@ def compare(
             for key, value in settings.items()
             if value is not None
         ]
-        base = training.read_recipe(recipe, [*sets, *(set_ or [])])
+        base = training.read_recipe(recipe, [*sets, *(set_ or [])]).allowing_outside(allow_outside)
         with _screen(quiet or json, steps is not None or budget is not None) as callback:
             comparison = comparison_room.compare(
                 base,

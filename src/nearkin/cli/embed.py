@@ -23,6 +23,9 @@ def embed(
         ),
     ] = None,
     root: options.RootOption = None,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     part: Annotated[
         str,
         typer.Option(
@@ -70,6 +73,7 @@ def embed(
                 device=device.value,
                 progress=progress,
                 group=group,
+                reading=options.reading(split_folders, leaf_classes, allow_outside),
             )
         if first(group):
             columns = (embedded.labels, embedded.targets, embedded.names, embedded.classes, embedded.quality)
@@ -97,6 +101,8 @@ def export(
         typer.Option(help="Output file.", metavar="FILE", show_default="RUN/model.onnx, RUN/model-D.onnx with --dim"),
     ] = None,
     dim: options.DimOption = None,
+    allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     quiet: options.SilentFlag = False,
     json: options.JsonFlag = False,
 ) -> None:
@@ -112,6 +118,8 @@ def export(
         if not onnx:
             raise ValueError("say which format: nearkin export RUN --onnx")
         path = out or Path(run) / ("model.onnx" if dim is None else f"model-{dim}.onnx")
-        difference, items = training.export_onnx(run, path, dim=dim)
+        difference, items = training.export_onnx(
+            run, path, dim=dim, reading=options.reading(allow_outside=allow_outside, own_source=own_source)
+        )
     text = f"{path}: equal to the run's encoder within {difference:.1e} on {items} of its test items"
     print_result(text, {"file": str(path), "difference": difference, "items": items})

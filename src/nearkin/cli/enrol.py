@@ -25,6 +25,9 @@ def enrol(
     source: Annotated[str, typer.Argument(help="What to enrol, as in `nearkin train`; its classes are the labels.")],
     gallery: options.GalleryOption,
     root: options.RootOption = None,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     label: Annotated[str | None, typer.Option(help="Enrol everything under this label.")] = None,
     metadata: Annotated[
         str | None, typer.Option(help='Metadata of every item, as {"place": "pond"}.', metavar="JSON")
@@ -69,6 +72,7 @@ def enrol(
                     unlabelled=frozen,
                     progress=progress,
                     group=group,
+                    reading=options.reading(split_folders, leaf_classes, allow_outside),
                 )
             if isinstance(opened, room.Gallery):
                 with plain_bar("indexing", quiet) as progress:

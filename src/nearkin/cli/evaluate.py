@@ -53,6 +53,10 @@ def evaluate(
         ),
     ] = None,
     root: options.RootOption = None,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     levels: options.LevelsOption = None,
     part: Annotated[
         str | None,
@@ -252,6 +256,7 @@ def evaluate(
             raise ValueError("--gallery-labels, --gallery-targets and --gallery-groups need --gallery FILE")
         if groups is not None and (group_pattern or group_column):
             raise ValueError("--groups FILE excludes --group-pattern and --group-column, got both")
+        own = options.reading(allow_outside=allow_outside, own_source=own_source)  # the source of the run
         if is_encoder(embeddings):
             if labels or targets or gallery or groups:
                 raise ValueError(
@@ -259,14 +264,16 @@ def evaluate(
                 )
             chosen: dict[str, Any] = {"group_pattern": group_pattern, "group_column": group_column}
             chosen |= {"levels": options.names(levels), "part": part}
+            chosen["reading"] = options.reading(split_folders, leaf_classes, allow_outside, own_source)
             queries, searched = vectors_of_run(embeddings, source, root, dim, device.value, group, chosen)
             if open_set and cohort is None:
-                others = cohort_of_run(embeddings, dim, device.value, group)
+                others = cohort_of_run(embeddings, dim, device.value, group, own)
         else:
-            if source is not None or root is not None or dim is not None or part is not None:
-                raise ValueError(
-                    f"{embeddings}: SOURCE, --root, --dim and --part are for the folder of a run, got a file"
-                )
+            of_run = {"SOURCE": source, "--root": root, "--dim": dim, "--part": part}
+            of_run |= {"--split-folders": split_folders, "--leaf-classes": leaf_classes or None}
+            of_run |= {"--allow-outside": allow_outside or None, "--source": own_source}
+            if given := [name for name, value in of_run.items() if value is not None]:
+                raise ValueError(f"{embeddings}: {', '.join(given)}: for the folder of a run, got a file")
             if group_pattern is not None:
                 raise ValueError(f"{embeddings}: --group-pattern is for the folder of a run; --groups FILE for a file")
             beside: dict[str, Any] = {"multi_label": True, "group_column": group_column}
@@ -279,14 +286,14 @@ def evaluate(
         if rerank_validation is not None:
             validation = vectors.read(rerank_validation, group_column=group_column)
         elif rerank is not None and not has_settings(rerank) and Path(embeddings).is_dir():
-            validation = validation_of_run(embeddings, dim, device.value, group)
+            validation = validation_of_run(embeddings, dim, device.value, group, own)
         if cohort is not None:
             others = vectors.read(cohort)
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with protocol_bar("pairs" if pairs is None else "resamples", first(group)) as progress:
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group, others, validation)
         if open_set and first(group):
-            add_far_check(results, queries, embeddings, settings, dim)
+            add_far_check(results, queries, embeddings, settings, dim, own)
         if report is not None and first(group):
             from nearkin.report import write_open_set
 

@@ -8,6 +8,7 @@ from nearkin.cli.ranks import first
 from nearkin.cli.screen import plain_bar, print_note
 
 if TYPE_CHECKING:
+    from nearkin.data import Reading
     from nearkin.data.vectors import Vectors
     from nearkin.dist.group import ProcessGroup
     from nearkin.evaluation.protocols.runner import Settings
@@ -48,12 +49,15 @@ def vectors_of_run(
     return vectors
 
 
-def validation_of_run(run: str, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
+def validation_of_run(
+    run: str, dim: int | None, device: str, group: "ProcessGroup | None", reading: "Reading"
+) -> "Vectors | None":
     """Embeddings of the validation part of a run's own source; None where it has none."""
     from nearkin import training
 
     with plain_bar("embedding the validation part", not first(group)) as progress:
-        items = training.vectors_of(run, part="val", dim=dim, device=device, progress=progress, group=group)[0]
+        options: dict[str, Any] = {"dim": dim, "device": device, "group": group, "reading": reading}
+        items = training.vectors_of(run, part="val", progress=progress, **options)[0]
     return items if len(items.embeddings) else None
 
 
@@ -74,13 +78,16 @@ def open_set_settings(
     return chosen
 
 
-def cohort_of_run(run: str | Path, dim: int | None, device: str, group: "ProcessGroup | None") -> "Vectors | None":
+def cohort_of_run(
+    run: str | Path, dim: int | None, device: str, group: "ProcessGroup | None", reading: "Reading"
+) -> "Vectors | None":
     """Embeddings of the run's training part; a note where there is none, as when its source has moved."""
     from nearkin import training
 
     if not Path(run).is_dir():  # an encoder's name: it was trained elsewhere
         return None
     options: dict[str, Any] = {"dim": dim, "device": device, "group": group, "part": "train", "per_class": PER_CLASS}
+    options["reading"] = reading
     try:
         with plain_bar("embedding the training part", not first(group)) as progress:
             return training.vectors_of(run, progress=progress, **options)[0]
@@ -91,7 +98,12 @@ def cohort_of_run(run: str | Path, dim: int | None, device: str, group: "Process
 
 
 def add_far_check(
-    results: dict[str, Any], queries: "Vectors", run: str | Path, settings: "Settings", dim: int | None
+    results: dict[str, Any],
+    queries: "Vectors",
+    run: str | Path,
+    settings: "Settings",
+    dim: int | None,
+    reading: "Reading",
 ) -> None:
     """Whether `identify` keeps its FAR on these classes, in the results of open-set identification."""
     from nearkin.gallery import far_check
@@ -104,6 +116,7 @@ def add_far_check(
             dim=dim,
             device=settings.device,
             budget=settings.budget,
+            reading=reading,
             **options,
         )
 

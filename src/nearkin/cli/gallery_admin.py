@@ -168,6 +168,8 @@ def calibrate(
         ),
     ] = None,
     dim: options.DimOption = None,
+    allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     device: options.DeviceOption = options.Device.auto,
     quiet: options.SilentFlag = False,
     json: options.JsonFlag = False,
@@ -184,14 +186,18 @@ def calibrate(
         from nearkin import gallery as room
 
         if "://" in run or Path(run).is_file():
-            if part is not None or dim is not None:
-                raise ValueError(f"{shown(run)}: --part and --dim are for a run, got a gallery")
+            of_run = {"--part": part, "--dim": dim, "--allow-outside": allow_outside or None, "--source": own_source}
+            if given := [name for name, value in of_run.items() if value is not None]:
+                raise ValueError(f"{shown(run)}: {', '.join(given)}: for a run, got a gallery")
             with opened_gallery(run) as opened:
                 calibration, part = opened.calibrate(), "its own"
         else:
             part = part or "val"
             with plain_bar("embedding") as progress:
-                calibration = room.calibrate(run, part=part, dim=dim, device=device.value, progress=progress)
+                reading = options.reading(allow_outside=allow_outside, own_source=own_source)
+                calibration = room.calibrate(
+                    run, part=part, dim=dim, device=device.value, progress=progress, reading=reading
+                )
     if json or quiet:
         print_result("", {"calibrated": shown(run), "part": part} | calibration)
         return
@@ -241,8 +247,8 @@ def warnings_as_notes() -> Iterator[None]:
         try:
             yield
         finally:
-            for warning in caught:
-                echo(f"note: {warning.message}", err=True)
+            for message in dict.fromkeys(str(warning.message) for warning in caught):
+                echo(f"note: {message}", err=True)
 
 
 def _share(value: float, interval: Sequence[float]) -> str:

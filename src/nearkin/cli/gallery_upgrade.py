@@ -27,6 +27,8 @@ def upgrade(
     no_renew: Annotated[
         bool, typer.Option("--no-renew", help="Only make the bridge; embed no row again from its original.")
     ] = False,
+    allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
     quiet: options.SilentFlag = False,
@@ -53,6 +55,7 @@ def upgrade(
                 renew_rows=not no_renew,
                 device=device.value,
                 progress=progress,
+                reading=options.reading(allow_outside=allow_outside, own_source=own_source),
             )
     if json:
         print_json(result._asdict())

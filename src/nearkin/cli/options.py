@@ -2,9 +2,12 @@
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from nearkin.data import Reading
 
 __all__ = [
     "RUN_HELP",
@@ -30,7 +33,15 @@ __all__ += [
     "SilentFlag",
     "SkipSingleFlag",
 ]
-__all__ += ["SkipUnreadableFlag", "names"]
+__all__ += [
+    "AllowOutsideFlag",
+    "LeafClassesFlag",
+    "OwnSourceOption",
+    "SkipUnreadableFlag",
+    "SplitFoldersOption",
+    "names",
+    "reading",
+]
 
 
 class Device(str, Enum):
@@ -69,6 +80,31 @@ GroupColumnOption = Annotated[
         show_default="group, if there is one",
     ),
 ]
+SplitFoldersOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Folders that are the parts of the source's split, as train,more/val or fold1=train,fold2=test; all else "
+        "is left out. none: no folder is a part.",
+        metavar="FOLDER,…",
+        show_default="the first folders, if all are called train, val, test",
+    ),
+]
+LeafClassesFlag = Annotated[
+    bool, typer.Option("--leaf-classes", help="A class is a folder that holds images, not the first folder.")
+]
+AllowOutsideFlag = Annotated[
+    bool,
+    typer.Option("--allow-outside", help="Paths of a table or Hugging Face dataset may lead out of its folder."),
+]
+OwnSourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source",
+        help="The source that is recorded, typed again: code (dataset:…) is run only so.",
+        metavar="SOURCE",
+        show_default=False,
+    ),
+]
 DimOption = Annotated[
     int | None,
     typer.Option(
@@ -103,3 +139,15 @@ LevelsOption = Annotated[
 def names(text: str | None) -> list[str] | None:
     """The names in "family,order"."""
     return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def reading(
+    split_folders: str | None = None,
+    leaf_classes: bool = False,
+    allow_outside: bool = False,
+    own_source: str | None = None,
+) -> "Reading":
+    """How the files of a source are read, from the options above."""
+    from nearkin import data
+
+    return data.Reading(names(split_folders), leaf_classes, allow_outside, own_source)

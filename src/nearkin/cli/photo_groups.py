@@ -14,6 +14,7 @@ from nearkin.cli.gallery_admin import opened_gallery, shown
 from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_table
 
 if TYPE_CHECKING:
+    from nearkin.data import Reading
     from nearkin.gallery import Gallery
     from nearkin.gallery.source_groups import SourceGroups
 
@@ -53,6 +54,10 @@ def group(
     ] = None,
     size: Annotated[int | None, typer.Option(help="About how many items a group has, if known.")] = None,
     root: options.RootOption = None,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     part: Annotated[
         str, typer.Option(help="all, or train, val or test as the run splits the source.", metavar="PART")
     ] = "all",
@@ -91,19 +96,20 @@ def group(
         how: dict[str, Any] = {"far": far, "similarity": similarity, "method": method and method.value, "size": size}
         how["progress"] = bar
         if is_gallery(source):
-            if run or root or dim is not None or part != "all" or views > 1 or skip_unreadable:
-                raise ValueError(
-                    f"{shown(source)}: a gallery is embedded already; leave --run, --root, --part, --dim, "
-                    f"--views and --skip-unreadable out"
-                )
+            told = {"--run": run, "--root": root, "--part": part != "all", "--dim": dim, "--views": views > 1}
+            told |= {"--split-folders": split_folders, "--leaf-classes": leaf_classes, "--allow-outside": allow_outside}
+            told |= {"--skip-unreadable": skip_unreadable, "--source": own_source}
+            if needless := [name for name, value in told.items() if value not in (None, False)]:
+                raise ValueError(f"{shown(source)}: a gallery is embedded already; leave {', '.join(needless)} out")
             opened = resources.enter_context(opened_gallery(source))
             groups = room.group_gallery(opened, **how)
             picture = _picture_of_row(opened, groups)
         else:
             given: dict[str, Any] = {"root": root, "part": part, "dim": dim, "views": views, "device": device.value}
             given["unreadable"] = "skip" if skip_unreadable else "strict"
-            groups = room.group_source(source, run, **given, **how)
-            picture = _picture_of_item(source, root, groups)
+            reading = options.reading(split_folders, leaf_classes, allow_outside, own_source)
+            groups = room.group_source(source, run, reading=reading, **given, **how)
+            picture = _picture_of_item(source, root, groups, reading)
         bars.close()
         room.write_groups(out, groups)
         sheet = out.with_suffix(".html")
@@ -120,12 +126,16 @@ def _after_interrupt() -> str:
     return "nothing was written; an enrolment resumes: nearkin enrol, then nearkin group GALLERY"
 
 
-def _picture_of_item(source: str, root: Path | None, groups: "SourceGroups") -> "Callable[[int], Any] | None":
+def _picture_of_item(
+    source: str, root: Path | None, groups: "SourceGroups", reading: "Reading"
+) -> "Callable[[int], Any] | None":
     from nearkin import data
     from nearkin.data import decode
     from nearkin.data import groups as item_groups
+    from nearkin.data.sources import AS_BEFORE
 
-    items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED)
+    reading = reading._replace(split_folders=AS_BEFORE, leaf_classes=False)  # all of them: they are found by name
+    items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED, **reading.for_load())
     pictures, place = items.pictures, {name: i for i, name in enumerate(items.names)}
     if pictures is None:
         return None

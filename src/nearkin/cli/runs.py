@@ -42,6 +42,8 @@ def runs(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN", show_default=False)],
+    allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     silent: Annotated[bool, typer.Option("--quiet", help="Print only where the report is.")] = False,
     json: options.JsonFlag = False,
 ) -> None:
@@ -58,7 +60,7 @@ def report(
             raise ValueError(f"{run}: not a run: there is no recipe.toml in it; nearkin runs lists the runs")
         if not (run / "results.json").is_file():
             raise ValueError(f"{run}: this run has not ended; nearkin train --resume {run} trains to the end")
-        outcome = training.resume(run, callback, report=True)
+        outcome = training.resume(run, callback, report=True, allow_outside=allow_outside, source=own_source)
         if outcome.report is None:
             raise ValueError(f"{run}: it was pretrained without labels, so nothing was tested and there is no report")
         if json:

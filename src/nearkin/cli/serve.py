@@ -14,6 +14,7 @@ from nearkin.cli.gallery_admin import shown
 from nearkin.cli.screen import EnrolmentBar, app, echo, one_sentence, plain_bar, print_note
 
 if TYPE_CHECKING:
+    from nearkin.data import Reading
     from nearkin.web.enrolment import Enrolment
 
 
@@ -47,6 +48,9 @@ def serve(
             show_default="the gallery's, or efficientnet-lite0",
         ),
     ] = None,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
     host: Annotated[str, typer.Option(help="Address to listen on; other than localhost needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8765,
     token: Annotated[
@@ -90,9 +94,12 @@ def serve(
         from nearkin.models.frozen import is_run
         from nearkin.web.demo import prepared
 
-        source = None
+        source, reading = None, options.reading(split_folders, leaf_classes, allow_outside)
         encoder: str | Path
         place: str | Path
+        told = {"--split-folders": split_folders, "--leaf-classes": leaf_classes, "--allow-outside": allow_outside}
+        if (given := [name for name, value in told.items() if value]) and (demo or target is None or is_run(target)):
+            raise ValueError(f"{', '.join(given)}: for a folder of pictures; leave it out")
         if demo:
             if gallery is not None or dim is not None or run is not None:
                 raise ValueError("--demo makes its own gallery; leave --gallery and --dim out, and --run")
@@ -108,7 +115,7 @@ def serve(
                 raise ValueError(f"--run is for a folder of pictures, got {target}, which is an encoder itself")
             encoder, place = target, str(gallery)
         else:
-            source, encoder, place = target, *_of_photos(target, run, gallery)
+            source, encoder, place = target, *_of_photos(target, run, gallery, reading)
         web.serve(
             encoder,
             place,
@@ -120,6 +127,7 @@ def serve(
             workers=workers,
             drawing=demo,
             source=source,
+            reading=reading,
             progress=None if source is None else stack.enter_context(EnrolmentBar(quiet)),
             enrolled=None if quiet else lambda enrolment: _print_enrolled(enrolment, place),
             ready=lambda address: _ready(address, browser, source is not None),
@@ -130,8 +138,9 @@ def serve(
     os._exit(0)  # a hanging thread would block the end of Python, or be torn down within torch
 
 
-def _of_photos(source: str, run: str | None, gallery: str | None) -> tuple[str | Path, str | Path]:
+def _of_photos(source: str, run: str | None, gallery: str | None, reading: "Reading") -> tuple[str | Path, str | Path]:
     """The encoder and the gallery of a folder of pictures: those of an earlier start, where there was one."""
+    from nearkin.data.folders import WITHOUT
     from nearkin.gallery import run_of
     from nearkin.gallery.embedder import gallery_beside
     from nearkin.models.frozen import DEFAULT, LITE, encoder_folder
@@ -139,7 +148,9 @@ def _of_photos(source: str, run: str | None, gallery: str | None) -> tuple[str |
 
     if not Path(source).exists() and difflib.get_close_matches(source, LITE, 1):
         encoder_folder(source)  # which refuses it, and says what it may have been
-    read_source(source)  # before anything is made
+    note = read_source(source, reading).note  # before anything is made
+    if WITHOUT in note:
+        print_note(note)
     place = gallery or gallery_beside(source)
     remote = "://" in str(place)
     exists = remote or (Path(place).is_file() and Path(place).stat().st_size > 0)

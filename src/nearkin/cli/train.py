@@ -64,6 +64,10 @@ def train(
     ] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep decoded images in memory only.")] = False,
     partial: options.PartialFlag = False,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
+    allow_outside: options.AllowOutsideFlag = False,
+    own_source: options.OwnSourceOption = None,
     group_pattern: options.GroupPatternOption = None,
     group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
@@ -113,8 +117,10 @@ def train(
       torchrun --nproc-per-node 4 -m nearkin train photos/ --out runs/birds
     """
     flags = {
-        "data.source": source,
+        "data.source": own_source if source is None else source,
         "data.root": None if root is None else str(root),
+        "data.split_folders": options.names(split_folders),
+        "data.leaf_classes": leaf_classes or None,
         "data.group_pattern": group_pattern,
         "data.group_column": group_column,
         "data.skip_single": skip_single or None,
@@ -143,6 +149,8 @@ def train(
     with one_sentence(lambda: _after_interrupt(folder)):
         from nearkin import dist, training
 
+        if own_source is not None and source not in (None, own_source):
+            raise ValueError(f"--source is SOURCE typed again, got {own_source} beside {source}")
         with dist.join() as group:
             with training_screen(quiet or json or not group.first) as screen:
                 _name_rank(screen, group)
@@ -154,9 +162,8 @@ def train(
                     screen(event)
 
                 sets = [*_assignments(settings), *(set_ or [])]
-                outcome = training.train(
-                    None, out, callback, recipe=recipe, settings=sets, resume=resume, report=True, group=group
-                )
+                how: dict[str, Any] = {"resume": resume, "report": True, "group": group, "allow_outside": allow_outside}
+                outcome = training.train(None, out, callback, recipe=recipe, settings=sets, **how)
             if group.first:
                 _print_outcome(outcome, quiet, json)
 

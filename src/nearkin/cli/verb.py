@@ -35,8 +35,9 @@ VERB_GROUPS = {
 }
 # Options of the long helps, by what they are about; the others are "Options".
 _OPTION_GROUPS = {
-    "Data": "root part levels labels targets groups group_pattern group_column gallery_labels gallery_targets "
-    "gallery_groups skip_single skip_unreadable without drop_near closed partial no_cache unlabelled pairs",
+    "Data": "root split_folders leaf_classes allow_outside part levels labels targets groups group_pattern "
+    "group_column gallery_labels gallery_targets gallery_groups skip_single skip_unreadable without drop_near closed "
+    "partial no_cache unlabelled pairs",
     "Training": "recipe set_ compatible_with loss losses encoder epochs batch chunk lr seed strategy resume steps "
     "trials folds seeds",
     "What is measured": "retrieval clustering verification one_shot open_set graded diagnose examples fpir repeats "

@@ -53,7 +53,9 @@ def make_executor(setup: Setup, models: Path, jobs: int | None) -> tuple[Executo
     count = jobs or (_available_cores() if device.type == "cpu" else on_gpu)
     if count == 1:
         return InProcess(setup, models), 1
-    arguments = _WorkerArguments(setup.requested.model_dump(exclude_unset=True), str(models), device.type == "cuda")
+    recipe = setup.requested
+    plain = recipe.model_dump(exclude_unset=True)
+    arguments = _WorkerArguments(plain, str(models), device.type == "cuda", recipe.allow_outside)
     return ProcessPool(count, arguments), count
 
 
@@ -93,6 +95,7 @@ class _WorkerArguments(NamedTuple):
     recipe: dict[str, Any]
     models: str
     cuda: bool
+    allow_outside: bool
 
 
 class ProcessPool:
@@ -169,7 +172,8 @@ def _start_worker(arguments: _WorkerArguments, stop: Any, number: Any) -> None:
     else:
         torch.set_num_threads(1)
     try:
-        _worker = _Worker(open_setup(Recipe.model_validate(arguments.recipe)), Path(arguments.models))
+        recipe = Recipe.model_validate(arguments.recipe).allowing_outside(arguments.allow_outside)
+        _worker = _Worker(open_setup(recipe), Path(arguments.models))
     except Exception as error:
         _worker = error
 

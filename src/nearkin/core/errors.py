@@ -3,7 +3,7 @@
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
 __all__ += ["CorruptBackup", "EncoderChanged", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
-__all__ += ["FactsChanged", "NearPole", "RefusedArguments"]
+__all__ += ["FactsChanged", "NearPole", "NotAllowed", "RefusedArguments"]
 __all__ += [
     "ReloadRefused",
     "RequestTooLarge",
@@ -54,6 +54,10 @@ class UnsupportedMedia(ValueError):
 
 class RequestTooLarge(ValueError):
     """The request exceeds a limit: bytes, pictures or pixels."""
+
+
+class NotAllowed(ValueError):
+    """What a file asks for and only the user may allow: code to be run, a path out of its folder."""
 
 
 class NoPicture(ValueError):

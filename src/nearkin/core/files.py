@@ -1,5 +1,6 @@
 """Files that are complete or absent: written under a temporary name, flushed to the disk, then renamed; and locks."""
 
+import errno
 import hashlib
 import json
 import os
@@ -18,12 +19,16 @@ _FAR = 1 << 30  # Windows locks bytes, which no other process can read then: one
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+def replacing(path: str | Path, follow: bool = True) -> Iterator[IO[bytes]]:
     """A binary file to write into, which replaces `path` on leaving; if anything fails, the old file stays.
 
     The temporary file is in the same folder (a rename must not cross file systems), with a leading dot. An `OSError`
-    (no room, no permission) is passed on after the temporary file is removed.
+    (no room, no permission) is passed on after the temporary file is removed. follow: a link in place of the file is
+    followed, as for a path that the user has named; False: it is an `OSError`, as for a file that we name ourselves
+    in a folder that another may have made.
     """
+    if not follow and is_link(Path(path)):
+        raise OSError(errno.ELOOP, f"it is a link to {os.path.realpath(path)}, which is not followed")
     final = Path(path).resolve()
     part = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -46,6 +51,8 @@ def hold(file: IO[bytes]) -> None:
 
 def remove_abandoned(path: Path) -> None:
     """Removes the temporary files of `replacing(path)` that killed processes left, of files that are held."""
+    if is_link(path):
+        return
     final = path.resolve()
     stem = f".{final.name}."
     for part in final.parent.iterdir():
@@ -75,18 +82,18 @@ def explained(what: str, way_out: str) -> Iterator[None]:
         raise ValueError(f"{what} could not be written ({error.strerror or error}); {way_out}") from None
 
 
-def write_bytes(path: str | Path, content: bytes) -> None:
-    with replacing(path) as file:
+def write_bytes(path: str | Path, content: bytes, follow: bool = True) -> None:
+    with replacing(path, follow) as file:
         file.write(content)
 
 
-def write_text(path: str | Path, text: str) -> None:
-    write_bytes(path, text.encode())
+def write_text(path: str | Path, text: str, follow: bool = True) -> None:
+    write_bytes(path, text.encode(), follow)
 
 
-def write_json(path: str | Path, value: Any) -> None:
+def write_json(path: str | Path, value: Any, follow: bool = True) -> None:
     """Standard JSON: a NaN or an infinity in `value` is a ValueError, not an unreadable file."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", follow)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from nearkin.data.file_tree import Files, Members
 from nearkin.data.inspection import inspect, lines
 from nearkin.data.item_set import Arrays, Items, Pairs, Pictures, Several
 from nearkin.data.map_dataset import from_dataset
-from nearkin.data.sources import Source, load, sources
+from nearkin.data.sources import Reading, Source, load, sources
 from nearkin.data.splits import Parts, divide
 
-__all__ = ["Arrays", "Files", "Items", "Members", "Pairs", "Parts", "Pictures", "Several", "Source"]
+__all__ = ["Arrays", "Files", "Items", "Members", "Pairs", "Parts", "Pictures", "Reading", "Several", "Source"]
 __all__ += ["divide", "from_dataset", "glyphs", "inspect", "lines", "load", "sources"]
 
 

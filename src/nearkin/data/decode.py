@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin.core import checks
 from nearkin.core.errors import UnreadablePicture
+from nearkin.data.byte_limit import check_bytes
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -102,6 +103,7 @@ def _open(data: bytes, max_pixels: int) -> "Image.Image":
     """Reads the header only. Pillow's pixel limit is a global; ours is an argument, so Pillow's is off meanwhile."""
     from PIL import Image, UnidentifiedImageError
 
+    check_bytes(len(data))
     with _opening:
         before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
         try:

@@ -5,14 +5,15 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
 from nearkin.core import checks
+from nearkin.data.byte_limit import MAX_BYTES, check_bytes, read_file
 
 __all__ = ["COMPRESSED", "ENDINGS", "KINDS", "Archive", "Files", "Members", "Tree"]
 __all__ += ["by_bytes", "is_image", "open_tree", "printable"]
@@ -25,6 +26,8 @@ _LOCAL = struct.Struct("<4s22xHH")  # the header of a zip member: signature, …
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2")
 _PLAIN = (".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".avif", ".heic", ".heif")
 ENDINGS = frozenset((*_JPEG, *_PLAIN, ".pgm", ".ppm", ".pbm", ".pnm"))
+_NAMES = {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE}
+_LONGEST_NAME = 2**20
 _SYSTEM_FILES = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir"})
 
 
@@ -49,7 +52,7 @@ class Archive:
         try:
             state = self.path.stat()
             self._entries = _zip(self.path) if name.endswith(".zip") else _tar(self.path, state.st_size)
-        except (tarfile.TarError, zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        except (tarfile.TarError, zipfile.BadZipFile, EOFError, LookupError, NotImplementedError) as error:
             raise ValueError(f"{self.path}: not a readable {self.path.suffix} archive ({error})") from None
         except PermissionError:
             raise ValueError(f"{self.path}: its permissions do not allow reading it") from None
@@ -62,8 +65,13 @@ class Archive:
         """Every file in it, sorted by the bytes of its name."""
         return sorted(self._entries, key=lambda name: name.encode("utf-8", "surrogateescape"))
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = MAX_BYTES) -> bytes:
+        """The content of a member; a ValueError where it has, or its header promises, more bytes than `most`."""
         entry = self._entries[name]
+        try:
+            check_bytes(max(entry.size, entry.packed), most)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {name} {error}") from None
         with self.path.open("rb") as file:
             file.seek(entry.start)
             if entry.crc is not None:
@@ -94,7 +102,7 @@ class Files:
         return len(self.paths)
 
     def read(self, i: int) -> bytes:
-        return Path(self.paths[i]).read_bytes()
+        return read_file(self.paths[i])
 
     def stamp(self, i: int) -> str:
         state = os.stat(self.paths[i])
@@ -171,9 +179,10 @@ class Tree:
         if isinstance(self.place, Archive):
             return self.place.read(self.prefix + name)
         try:
-            return (self.place / name).read_bytes()
-        except OSError as error:
-            raise ValueError(f"{self.place / name}: it cannot be read ({error.strerror or error})") from None
+            return read_file(self.place / name)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{self.place / name}: it cannot be read ({reason})") from None
 
     def pictures(self, names: Sequence[str]) -> Files | Members:
         if isinstance(self.place, Archive):
@@ -260,15 +269,40 @@ def _zip(path: Path) -> dict[str, Entry]:
 
 def _tar(path: Path, length: int) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    with tarfile.open(path, "r:") as archive:
-        for info in archive:
-            if info.isreg() and not info.issparse():
-                if info.offset_data + info.size > length:
-                    raise ValueError(f"{path}: it ends in the middle of {info.name}; it is incomplete")
-                entries[_plain(info.name)] = Entry(info.offset_data, info.size, info.size)
-            elif info.islnk() and _plain(info.linkname) in entries:
-                entries[_plain(info.name)] = entries[_plain(info.linkname)]
+    for info in _headers(path):
+        if info.isreg() and not info.issparse():
+            if info.offset_data + info.size > length:
+                raise ValueError(f"{path}: it ends in the middle of {info.name}; it is incomplete")
+            entries[_plain(info.name)] = Entry(info.offset_data, info.size, info.size)
+        elif info.islnk() and _plain(info.linkname) in entries:
+            entries[_plain(info.name)] = entries[_plain(info.linkname)]
     return entries
+
+
+def _headers(path: Path) -> Iterator[tarfile.TarInfo]:
+    try:
+        with tarfile.open(path, "r:", tarinfo=_Header) as archive:
+            for info in archive:
+                _check_header(info)  # before the next one is looked for, so many bytes on
+                yield info
+    except (ValueError, LookupError, RecursionError) as error:  # what tarfile does not expect in a header
+        raise tarfile.ReadError(str(error)) from None
+
+
+class _Header(tarfile.TarInfo):
+    """A header whose size is looked at before tarfile goes on, or reads so many bytes of names."""
+
+    @classmethod
+    def frombuf(cls, *arguments: Any, **options: Any) -> "_Header":
+        header = super().frombuf(*arguments, **options)
+        _check_header(header)
+        return header
+
+
+def _check_header(header: tarfile.TarInfo) -> None:
+    """A negative size would lead back, for ever; the size of a name or of pax records is read into memory."""
+    if header.size < 0 or (header.type in _NAMES and header.size > _LONGEST_NAME):
+        raise tarfile.ReadError(f"a header of {header.size:,} bytes")
 
 
 def _plain(name: str) -> str:

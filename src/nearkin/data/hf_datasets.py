@@ -18,6 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nearkin.core import checks
+from nearkin.core.errors import NotAllowed
+from nearkin.core.paths import is_inside
+from nearkin.data.byte_limit import check_bytes, read_file
 from nearkin.data.file_tree import printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
 from nearkin.data.groups import UNUSED
@@ -33,9 +36,13 @@ OPTIONS = ("image", "label", "group", "split", "config")
 class ArrowPictures:
     """The pictures of a column, as bytes; `rows` are rows of the dataset."""
 
-    def __init__(self, dataset: Any, column: str, rows: NDArray[np.int64] | None = None) -> None:
-        self.dataset, self.column = dataset, column
+    def __init__(
+        self, dataset: Any, column: str, rows: NDArray[np.int64] | None = None, homes: Sequence[str] | None = None
+    ) -> None:
+        """homes: folders that the paths of pictures must stay within; None: they may be anywhere."""
+        self.dataset, self.column, self.homes = dataset, column, homes
         self.rows = np.arange(len(dataset)) if rows is None else rows
+        self._arrow = dataset.with_format("arrow")
         states = [os.stat(file["filename"]) for file in dataset.cache_files]
         self._stamp = f"{dataset._fingerprint}\n{[(state.st_size, state.st_mtime_ns) for state in states]}"
 
@@ -43,17 +50,29 @@ class ArrowPictures:
         return len(self.rows)
 
     def read(self, i: int) -> bytes:
-        cell = self.dataset[int(self.rows[i])][self.column]
-        if cell is None:
+        [cells] = self._arrow[int(self.rows[i])].column(self.column).chunks  # nothing is copied yet
+        kept, path = cells.field("bytes"), cells.field("path")
+        if cells.null_count or (kept.null_count and path.null_count):
             raise ValueError(f"row {self.rows[i]} has no picture")
-        content: bytes | None = cell["bytes"]
-        return Path(cell["path"]).read_bytes() if content is None else content
+        if kept.null_count:
+            return read_file(self._inside(path[0].as_py(), f"row {self.rows[i]}"))
+        check_bytes(importlib.import_module("pyarrow.compute").binary_length(kept)[0].as_py())
+        content: bytes = kept[0].as_py()
+        return content
+
+    def _inside(self, path: str, row: str) -> str:
+        if self.homes is not None and not any(is_inside(path, home) for home in self.homes):
+            raise NotAllowed(
+                f"{row} names a file outside of the dataset's folder, {printable(path)}; --allow-outside "
+                "(allow_outside=True) reads it"
+            )
+        return path
 
     def stamp(self, i: int) -> str:
         return f"{self._stamp}\n{self.column} {self.rows[i]}"
 
     def take(self, indices: ArrayLike) -> "ArrowPictures":
-        return ArrowPictures(self.dataset, self.column, self.rows[checks.indices(indices, len(self))])
+        return ArrowPictures(self.dataset, self.column, self.rows[checks.indices(indices, len(self))], self.homes)
 
 
 def read(
@@ -61,6 +80,7 @@ def read(
     labelled: bool = True,
     levels: Sequence[str] = (),
     group_column: str | None = None,
+    allow_outside: bool = False,
 ) -> Items:
     """One item per row, of every split; levels and group_column are columns of it."""
     place, _, query = source.removeprefix(PREFIX).partition("?")
@@ -70,6 +90,7 @@ def read(
     if group_column not in (None, UNUSED):
         options["group"] = str(group_column)
     parts = _opened(source, place, options)
+    homes = None if allow_outside else _homes(source, place, parts)
     image, features = _image_column(source, parts, options), next(iter(parts.values())).features
     label = _label_column(source, features, image, options) if labelled or "label" in options else None
     group = None if group_column == UNUSED else options.get("group")
@@ -88,7 +109,7 @@ def read(
         classes=classes,
         labels=labels,
         split=split,
-        pictures=Several([ArrowPictures(rows, image) for rows in undecoded]),
+        pictures=Several([ArrowPictures(rows, image, homes=homes) for rows in undecoded]),
         groups=None if group is None else columns[group],
         note=f"{source}: " + (f"its own split ({', '.join(sorted(set(split)))})" if split else "no split of its own"),
         ignored=[f'column "{c}", which is not used' for c in features if c not in (image, *columns)],
@@ -106,7 +127,7 @@ def _opened(source: str, place: str, options: dict[str, str]) -> dict[str, Any]:
         if folder.is_dir():
             opened = datasets.load_from_disk(os.fspath(folder))
         else:
-            opened = datasets.load_dataset(place, options.get("config"))
+            opened = datasets.load_dataset(place, options.get("config"), trust_remote_code=False)
     except Exception as error:  # the library has many kinds of them
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(f"{source}: it cannot be opened ({reason})") from None
@@ -124,6 +145,22 @@ def _opened(source: str, place: str, options: dict[str, str]) -> dict[str, Any]:
     if not sum(map(len, parts.values())):
         raise ValueError(f"{source}: it has no rows")
     return {name.lower(): rows for name, rows in parts.items()}
+
+
+def _homes(source: str, place: str, parts: dict[str, Any]) -> list[str]:
+    """Where the files of a dataset may be: its folder, or the library's caches."""
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        config, hub = importlib.import_module("datasets").config, importlib.import_module("huggingface_hub").constants
+        return [
+            os.fspath(path) for path in (config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, hub.HF_HUB_CACHE)
+        ]
+    for file in (file["filename"] for rows in parts.values() for file in rows.cache_files):
+        if not is_inside(file, os.fspath(folder)):
+            raise NotAllowed(
+                f"{source}: its {printable(file)} is outside of it, which --allow-outside (allow_outside=True) allows"
+            )
+    return [os.fspath(folder)]
 
 
 def _library(source: str) -> Any:

@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nearkin.core import checks
+from nearkin.core.errors import NotAllowed
 from nearkin.data.file_tree import printable
 from nearkin.data.folders import SPLIT_NAMES
 from nearkin.data.item_set import Items, Several
 
-__all__ = ["PREFIX", "DatasetPictures", "from_dataset", "read"]
+__all__ = ["PREFIX", "DatasetPictures", "check_typed", "from_dataset", "read"]
 
 PREFIX = "dataset:"
 
@@ -125,6 +126,15 @@ def _labels(name: str, dataset: Any) -> NDArray[Any]:
 
 def _number(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
+
+
+def check_typed(recorded: str, typed: Iterable[str | None], where: str, option: str = "--source") -> None:
+    """Refuses a source that is code and comes from a file, unless the user has typed the very text."""
+    if recorded.startswith(PREFIX) and recorded not in typed:
+        raise NotAllowed(
+            f"{where}: its source {printable(recorded)} is code that would be imported and run, which no file can ask "
+            f"for; if you trust it, type it too: {option} {printable(recorded)}"
+        )
 
 
 def read(source: str, root: Path | None = None, levels: Sequence[str] = ()) -> Items:

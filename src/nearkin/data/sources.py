@@ -5,19 +5,36 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nearkin.core import checks
 from nearkin.data import file_tree, folders, glyphs, groups, hf_datasets, map_dataset, tables, vector_files, vectors
 from nearkin.data import webdataset_shards as shards
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.benchmarks import read as read_benchmark
+from nearkin.data.folder_layout import AS_BEFORE
 from nearkin.data.item_set import Arrays, Items
 from nearkin.data.levels import check_names, levels_of, refuse
 
-__all__ = ["Source", "load", "sources"]
+__all__ = ["AS_BEFORE", "PLAIN", "Reading", "Source", "load", "sources"]
 
 FILES = tuple(dict.fromkeys((*tables.KINDS, *vector_files.READABLE, *file_tree.KINDS)))
+
+
+class Reading(NamedTuple):
+    """How a source is read: what folders are, where paths may lead, and which code may run."""
+
+    split_folders: Sequence[str] | None = None
+    leaf_classes: bool = False
+    allow_outside: bool = False
+    own_source: str | None = None  # the source that a run or gallery has recorded, typed again: it may be code
+
+    def for_load(self) -> dict[str, Any]:
+        """The arguments of `load`."""
+        return {key: value for key, value in self._asdict().items() if key != "own_source"}
+
+
+PLAIN = Reading()
 
 
 class Source(NamedTuple):
@@ -63,6 +80,9 @@ def load(
     levels: Sequence[str] = (),
     group_pattern: str | None = None,
     group_column: str | None = None,
+    split_folders: Sequence[str] | None = None,
+    leaf_classes: bool = False,
+    allow_outside: bool = False,
 ) -> Items:
     """The items of a source.
 
@@ -73,12 +93,19 @@ def load(
     the folders around class folders from the inside out, "script" of `glyphs`, "alphabet" of `omniglot`.
     group_pattern: where the group of an item (burst, camera, writer) is in its name, as "*_c{group}_*". group_column:
     of a table or a file of vectors; by default "group" ("groups" beside vectors) if there is one; "none" ignores it.
+    split_folders: of a folder or an archive, which folders are the parts of its split: ("train", "more/val"), or
+    ("fold1=train", …); all else is left out. ("none",): none is a part. By default the first folders, if all are called
+    so; a folder that may be read in two ways is refused. leaf_classes: a class is a folder that holds images, named by
+    its path, and not the first folder. allow_outside: the paths of a table or a Hugging Face dataset may lead out of
+    its folder (of a table, out of `root`).
     """
     checks.integer("seed", seed, 0)
     if group_pattern is not None and group_column is not None:
         raise ValueError("group_pattern and group_column exclude each other, got both")
     column = groups.UNUSED if group_pattern is not None else group_column
-    items = _load(source, root, seed, partial, labelled, levels, column)
+    items = _load(
+        source, root, seed, partial, labelled, levels, column, Reading(split_folders, leaf_classes, allow_outside)
+    )
     return items if group_pattern is None else groups.by_pattern(items, group_pattern)
 
 
@@ -90,13 +117,21 @@ def _load(
     labelled: bool,
     levels: Sequence[str],
     group_column: str | None,
+    reading: Reading,
 ) -> Items:
     name, base = os.fspath(source), None if root is None else Path(root).expanduser()
     check_names(name, levels)
+    if (
+        name == "glyphs"
+        or name in BENCHMARKS
+        or name.startswith((hf_datasets.PREFIX, shards.PREFIX, map_dataset.PREFIX))
+    ):
+        _refuse_layout(name, reading)
     if name.startswith((hf_datasets.PREFIX, shards.PREFIX)):
         _refuse_root(name, base)
-        reader = hf_datasets.read if name.startswith(hf_datasets.PREFIX) else shards.read
-        return reader(name, labelled, levels, group_column)
+        if name.startswith(shards.PREFIX):
+            return shards.read(name, labelled, levels, group_column)
+        return hf_datasets.read(name, labelled, levels, group_column, reading.allow_outside)
     table = Path(name).suffix.lower() in (*tables.KINDS, *vector_files.READABLE) and not Path(name).is_dir()
     if group_column not in (None, groups.UNUSED) and (name == "glyphs" or name in BENCHMARKS or not table):
         raise ValueError(
@@ -120,17 +155,26 @@ def _load(
         raise _unknown(name, path)
     if folder:
         _refuse_root(name, base)
-        return folders.read(path, name, labelled, levels)
-    return _file(path, name, base, labelled, levels, group_column)
+        return folders.read(path, name, labelled, levels, reading.split_folders, reading.leaf_classes)
+    return _file(path, name, base, labelled, levels, group_column, reading)
 
 
 def _file(
-    path: Path, name: str, root: Path | None, labelled: bool, levels: Sequence[str], group_column: str | None
+    path: Path,
+    name: str,
+    root: Path | None,
+    labelled: bool,
+    levels: Sequence[str],
+    group_column: str | None,
+    reading: Reading,
 ) -> Items:
     ending = path.suffix.lower()
     if path.name.lower().endswith((*file_tree.KINDS, *file_tree.COMPRESSED)):
         _refuse_root(name, root)
-        return folders.read(path, name, labelled, levels)  # refuses a compressed archive, with advice
+        return folders.read(
+            path, name, labelled, levels, reading.split_folders, reading.leaf_classes
+        )  # refuses a compressed archive, with advice
+    _refuse_layout(name, reading)
     if ending not in FILES:
         what = f'"{path.suffix}"' if ending else "no ending"
         raise ValueError(f"{name}: a source must be a folder or a file that ends in {', '.join(FILES)}, got {what}")
@@ -139,7 +183,7 @@ def _file(
     if ending in vector_files.READABLE and not (ending == ".parquet" and _has_paths(path)):
         _refuse_root(name, root)
         return vectors.items(path, name, labelled, levels, group_column)
-    return tables.read(path, name, root, labelled, levels, group_column)
+    return tables.read(path, name, root, labelled, levels, group_column, reading.allow_outside)
 
 
 def _has_paths(path: Path) -> bool:
@@ -179,6 +223,12 @@ def _with_levels(items: Items, names: Sequence[str]) -> Items:
         return items
     column = [coarser(items.classes[label]) for label in items.labels]
     return replace(items, levels=levels_of(items.name, items.classes, items.labels, {name: column}))
+
+
+def _refuse_layout(name: str, reading: Reading) -> None:
+    given = [key for key in ("split_folders", "leaf_classes") if getattr(reading, key)]
+    if given and reading.split_folders != AS_BEFORE:
+        raise ValueError(f"{name}: {given[0]} is for folders and archives of pictures; leave it out")
 
 
 def _refuse_root(name: str, root: Path | None) -> None:

@@ -1,6 +1,6 @@
 """A table of pictures: CSV, TSV or Parquet with `path,label[,split][,group]`, or `path` and numeric target columns.
 
-path      relative to the table's folder (or to `root`), or absolute
+path      relative to the table's folder (or to `root`), or absolute; out of it only with `allow_outside`
 label     the class, any text
 split     train, val, test, query or gallery
 LEVEL     with `levels`: columns of any name that group the classes, from finer to coarser
@@ -19,6 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.core.errors import NotAllowed
+from nearkin.core.paths import is_inside
 from nearkin.data import vector_files
 from nearkin.data.file_tree import Files, printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
@@ -46,6 +48,7 @@ def read(
     labelled: bool = True,
     levels: Sequence[str] = (),
     group_column: str | None = None,
+    allow_outside: bool = False,
 ) -> Items:
     """One item per row; a ValueError names the rows that cannot be used.
 
@@ -60,6 +63,13 @@ def read(
     _unique(table)
     base = path.parent if root is None else root
     paths = [os.path.join(base, cell) for cell in columns["path"]]
+    if not allow_outside:
+        inside = {cell: is_inside(path, os.fspath(base)) for cell, path in zip(columns["path"], paths, strict=True)}
+        what = f"name files outside of {base}, which --allow-outside (allow_outside=True) allows"
+        try:
+            _refuse(table, "path", what, lambda cell: not inside[cell])
+        except ValueError as error:
+            raise NotAllowed(str(error)) from None
     exists = dict(zip(columns["path"], map(os.path.isfile, paths), strict=True))
     _refuse(table, "path", f"name files that are not there (paths start at {base})", lambda cell: not exists[cell])
     group = _group_column(table, group_column)

@@ -22,6 +22,7 @@ from nearkin.data.levels import levels_of
 __all__ = ["PREFIX", "read", "shards"]
 
 PREFIX = "webdataset:"
+TEXT = 2**20  # bytes of a .cls or .json at most
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -113,14 +114,14 @@ def _samples(source: str, archive: Archive) -> tuple[list[Sample], int]:
         facts = _facts(source, archive, members["json"]) if "json" in members else {}
         label = facts.get("label")
         if "cls" in members:
-            label = archive.read(members["cls"]).decode("utf-8", "replace").strip()
+            label = archive.read(members["cls"], TEXT).decode("utf-8", "replace").strip()
         samples.append(Sample(pictures[0], None if label in (None, "") else str(label), facts))
     return samples, without
 
 
 def _facts(source: str, archive: Archive, name: str) -> dict[str, Any]:
     try:
-        facts = json.loads(archive.read(name))
+        facts = json.loads(archive.read(name, TEXT))
     except ValueError as error:
         raise ValueError(f"{source}: {archive.path.name}/{name} is no readable JSON ({error})") from None
     return facts if isinstance(facts, dict) else {"label": facts}

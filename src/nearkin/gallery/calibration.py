@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from nearkin import training
 from nearkin.core import files
 from nearkin.core.versions import version_of
+from nearkin.data.sources import PLAIN, Reading
 from nearkin.evaluation.arrays import Floats
 from nearkin.evaluation.verification import class_rates, likelihood, score_calibration
 from nearkin.evaluation.verification.class_rates import Rates
@@ -31,14 +32,20 @@ PAIRS = 2_000_000  # scores from which the thresholds are chosen
 
 
 def calibrate(
-    run: str | Path, *, part: str = "val", dim: int | None = None, device: str = "auto", progress: Any = None
+    run: str | Path,
+    *,
+    part: str = "val",
+    dim: int | None = None,
+    device: str = "auto",
+    progress: Any = None,
+    reading: Reading = PLAIN,
 ) -> dict[str, Any]:
     """Writes calibration.json into the folder of a run: probabilities of similarities, and thresholds per FAR.
 
     part: whose classes, "val" by default: the encoder has not learned from them, and the test stays untouched. "test"
     is for sources with few validation classes. dim: of embeddings cut to a length that the run was trained for; their
     file is calibration-DIM.json. Pairs of the same class and group (bursts, cameras), where the run's source has
-    groups, are left out. Returns what was written.
+    groups, are left out. reading: how the run's source is read, see `data.load`. Returns what was written.
     """
     info = encoder_info(run, dim)
     folder = info.run
@@ -47,7 +54,7 @@ def calibrate(
             f"{info.frozen}: an encoder's name has no validation part; calibrate a gallery made with it, by its own "
             f"labels: nearkin gallery calibrate G"
         )
-    embedded = training.embed_source(folder, part=part, dim=dim, device=device, progress=progress)
+    embedded = training.embed_source(folder, part=part, dim=dim, device=device, progress=progress, reading=reading)
     if embedded.labels is None:
         raise ValueError(f"{run}: its source has no class labels, so there are no same and different pairs to measure")
     try:
@@ -64,7 +71,7 @@ def calibrate(
     plain[results.CHECKSUM] = files.digest(plain)
     path = results.calibration_file(folder, info.short)
     with files.explained(f"{path}", "make room, or let it be written there"):
-        files.write_json(path, plain)
+        files.write_json(path, plain, follow=False)
     return plain
 
 

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from nearkin import data
 from nearkin.data import decode, groups
+from nearkin.data.sources import PLAIN
 from nearkin.gallery import items as item_inputs
 from nearkin.gallery import results
-from nearkin.gallery.enroll import enrol_source
+from nearkin.gallery.enroll import enrol_source, warn_without_classes
 from nearkin.gallery.gallery import Gallery
 from nearkin.gallery.items import Encoding
 from nearkin.gallery.results import Verification
@@ -61,17 +62,21 @@ class Embedder:
         *,
         skip_unreadable: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        reading: data.Reading = PLAIN,
     ) -> Gallery:
         """The open gallery of a source: a folder of pictures, with or without class folders, or what `data.load` reads.
 
         gallery: where; by default beside the source, under its name: photos.gallery of photos/, which `nearkin serve
         photos/` uses too. What is enrolled already is not embedded again. The gallery of a pretrained encoder is
-        calibrated by its own labels, where there are enough. `enroll` is the same method.
+        calibrated by its own labels, where there are enough. `enroll` is the same method. reading: how the files are
+        read, see `data.load`.
         """
-        items = data.load(source, labelled=False, group_column=groups.UNUSED)  # before a gallery is made
+        options: dict[str, Any] = {"labelled": False, "group_column": groups.UNUSED, **reading.for_load()}
+        items = data.load(source, **options)  # before a gallery is made
+        warn_without_classes(items)
         opened = self.gallery(gallery_beside(source) if gallery is None else gallery)
         try:
-            options: dict[str, Any] = {"items": items, "skip_unreadable": skip_unreadable, "progress": progress}
+            options = {"items": items, "skip_unreadable": skip_unreadable, "progress": progress}
             enrol_source(opened, str(source), unlabelled=True, **options)
             if opened.frozen:
                 opened.calibrate_if_changed()

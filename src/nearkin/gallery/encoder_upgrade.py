@@ -9,6 +9,7 @@ A kill before 3 leaves the gallery as it was; after it, the same command goes on
 while the command runs: by another process, or by the server for one that was killed.
 """
 
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,8 +22,10 @@ import torch
 
 from nearkin import data, training
 from nearkin.core import checks, toml
-from nearkin.core.errors import EncoderChanged
+from nearkin.core.errors import EncoderChanged, NotAllowed
 from nearkin.data import groups
+from nearkin.data.map_dataset import check_typed
+from nearkin.data.sources import AS_BEFORE, PLAIN
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
 from nearkin.gallery import bridge, bridge_note, bridge_scale, calibration, opening
 from nearkin.gallery.bridge_note import KEY, MARK, Bridges
@@ -43,6 +46,7 @@ from nearkin.gallery.schema import (
 )
 from nearkin.gallery.stores import Rewrite, Store, check_encoder
 from nearkin.models.frozen import is_encoder_name
+from nearkin.training.inference import recorded_source
 
 __all__ = ["FEWEST", "Pairs", "Upgraded", "renew", "split_classes", "upgrade"]
 
@@ -90,16 +94,19 @@ def upgrade(
     timeout: float = 30.0,
     seed: int = 0,
     progress: Progress | None = None,
+    reading: data.Reading = PLAIN,
 ) -> Upgraded:
     """Gives a gallery the encoder of another run; new queries then search all its rows at once.
 
     with_source: pictures that both encoders embed for the bridge, labelled or not, in addition to the originals of rows
     that are still there. renew_rows: embed rows again from their originals; without it only the bridge is made. The
-    gallery can be used meanwhile, and the same call resumes.
+    gallery can be used meanwhile, and the same call resumes. reading: what the sources of the originals, and those of
+    the runs, are allowed; see `data.load`.
     """
     checks.positive("timeout", timeout)
     report = progress or (lambda *_: None)
     with closing(opening.store_at(place, timeout)) as store:
+        _check_own_source(store, run, reading)
         kept, pairs, renewed = "", 0, 0
         while True:
             facts = opening.existing_facts(store)
@@ -110,10 +117,10 @@ def upgrade(
                 break
             # Another upgrade may be committed meanwhile: that of a process which was killed while the server committed.
             with suppress(EncoderChanged):
-                kept, pairs, renewed = _switch(store, facts, encoding, with_source, device, seed, report)
+                kept, pairs, renewed = _switch(store, facts, encoding, with_source, device, seed, report, reading)
                 break
         if renew_rows:
-            renewed += renew(store, encoding, report)
+            renewed += renew(store, encoding, report, reading)
         facts = opening.existing_facts(store)
         bridges = bridge_note.load(store, facts)
         bridged = 0 if bridges is None else sum(store.encoders().values())
@@ -122,6 +129,22 @@ def upgrade(
         note = gallery.calibrate_if_changed()
     why = why or note
     return Upgraded(pairs, summary, kept, renewed, facts.rows, bridged, why)
+
+
+def _check_own_source(store: Store, run: str | Path, reading: data.Reading) -> None:
+    """Refuses a source, typed again, that neither the gallery nor one of its runs has recorded."""
+    if reading.own_source is None:
+        return
+    facts = opening.existing_facts(store)
+    recorded = [*facts.sources, *filter(None, (recorded_source(one) for one in (run, facts.run) if one is not None))]
+    if reading.own_source not in recorded:
+        known = ", ".join(recorded) or "none"
+        raise ValueError(f"{store.where}: it has recorded these sources: {known}; none is {reading.own_source}")
+
+
+def _for_run(reading: data.Reading, run: str | Path) -> data.Reading:
+    """The same, where the source that was typed again is that of the run."""
+    return reading if reading.own_source == recorded_source(run) else reading._replace(own_source=None)
 
 
 def _encoding_for(run: str | Path, device: str, facts: Facts) -> Encoding:
@@ -144,18 +167,19 @@ def _switch(
     device: str,
     seed: int,
     report: Progress,
+    reading: data.Reading,
 ) -> tuple[str, int, int]:
     """Where the gallery before is, the number of pairs, and of rows that have their new embedding already."""
     assert facts.fingerprint is not None
-    known, rows = _embed_rows(store, facts, encoding, report)
+    known, rows = _embed_rows(store, facts, encoding, report, reading)
     check_encoder(store.where, opening.existing_facts(store), facts.fingerprint)  # the rows are all of that encoder
     note, count, mapped = "", 0, None
     if len(known) < facts.rows:
         pairs = _pairs_of(rows, known, facts.dim)
         if with_source is not None:
-            pairs = _joined(pairs, _pairs_with(store, facts, encoding, str(with_source), device, report))
+            pairs = _joined(pairs, _pairs_with(store, facts, encoding, str(with_source), device, report, reading))
         report("fitting the bridge", 0, 1)
-        mapped, bridges = _bridge(store, facts, encoding, pairs, device, seed)
+        mapped, bridges = _bridge(store, facts, encoding, pairs, device, seed, reading)
         note, count = bridges.text(), len(pairs.old)
         report("fitting the bridge", 1, 1)
     mark = facts.fingerprint[:MARK]
@@ -194,9 +218,11 @@ def _switch(
     return store.rewrite(plan, lambda done, total: report("mapping rows", done, total)), count, len(known)
 
 
-def _embed_rows(store: Store, facts: Facts, encoding: Encoding, report: Progress) -> tuple[dict[int, Any], list[Row]]:
+def _embed_rows(
+    store: Store, facts: Facts, encoding: Encoding, report: Progress, reading: data.Reading
+) -> tuple[dict[int, Any], list[Row]]:
     """Of up to `MOST` rows whose originals are there: the new embedding by id, and the rows."""
-    originals, known, rows = Originals(facts.sources, encoding), dict[int, Any](), list[Row]()
+    originals, known, rows = Originals(facts.sources, encoding, reading), dict[int, Any](), list[Row]()
     there = array("q")  # of all rows: a few originals among many uploads are enough for a bridge
     for done, row in enumerate(store.scan(), 1):
         if originals.has(row):
@@ -222,10 +248,19 @@ def _pairs_of(rows: Sequence[Row], known: dict[int, Any], dim: int) -> Pairs:
     return Pairs(unpack([row.vector for row in own], dim), np.stack([known[row.id].vector for row in own]), labels)
 
 
-def _pairs_with(store: Store, facts: Facts, encoding: Encoding, source: str, device: str, report: Progress) -> Pairs:
+def _pairs_with(
+    store: Store,
+    facts: Facts,
+    encoding: Encoding,
+    source: str,
+    device: str,
+    report: Progress,
+    reading: data.Reading,
+) -> Pairs:
     """The items of a source by both encoders."""
     old = _old_encoding(store, facts, device)
-    items = data.load(source, labelled=False, group_column=groups.UNUSED)
+    reading = PLAIN._replace(split_folders=AS_BEFORE, allow_outside=reading.allow_outside)  # no labels are needed
+    items = data.load(source, labelled=False, group_column=groups.UNUSED, **reading.for_load())
     step = max(1, -(-len(items) // MOST))
     chosen = range(0, len(items), step)
     parts: list[list[Floats]] = [[], []]
@@ -282,11 +317,11 @@ def split_classes(labels: Sequence[str], held_out: float, seed: int) -> tuple[An
 
 
 def _bridge(
-    store: Store, facts: Facts, encoding: Encoding, pairs: Pairs, device: str, seed: int
+    store: Store, facts: Facts, encoding: Encoding, pairs: Pairs, device: str, seed: int, reading: data.Reading
 ) -> tuple[bridge.Bridge, Bridges]:
     """Fitted on some classes, measured on the others."""
     assert facts.fingerprint is not None
-    val = _validation(facts, encoding, device) if len(pairs.labels) >= FEWEST else None
+    val = _validation(facts, encoding, device, reading) if len(pairs.labels) >= FEWEST else None
     if val is not None:  # its classes play no part in the fit
         free = [i for i, label in enumerate(pairs.labels) if label not in val[1]]
         pairs = Pairs(pairs.old[free], pairs.new[free], [pairs.labels[i] for i in free])
@@ -350,7 +385,9 @@ def _known(low: float, high: float) -> list[float] | None:
 # --- error rates
 
 
-def _validation(facts: Facts, encoding: Encoding, device: str) -> tuple[Pairs, set[str], list[str] | None] | None:
+def _validation(
+    facts: Facts, encoding: Encoding, device: str, reading: data.Reading
+) -> tuple[Pairs, set[str], list[str] | None] | None:
     """The validation part of a trained run by both encoders, the names of its classes, and its groups.
 
     None for a frozen encoder, and where the part cannot be read or the old encoder cannot be opened.
@@ -358,14 +395,20 @@ def _validation(facts: Facts, encoding: Encoding, device: str) -> tuple[Pairs, s
     if encoding.info.frozen is not None or facts.run is None:
         return None
     try:
-        new = training.embed_source(encoding.info.run, part="val", dim=encoding.info.short, device=device)
+        options: dict[str, Any] = {"device": device, "reading": _for_run(reading, encoding.info.run)}
+        new = training.embed_source(encoding.info.run, part="val", dim=encoding.info.short, **options)
         if new.labels is None:
             return None
-        options: dict[str, Any] = {"device": device, "dim": _old_length(facts)}
+        options |= {"dim": _old_length(facts), "reading": _for_run(reading, facts.run)}
         if is_encoder_name(facts.run):  # it has learned from none of these classes
             recipe = toml.read_file(encoding.info.run / "recipe.toml")["data"]
             options |= {"source": recipe["source"], "root": recipe.get("root"), "part": "all"}
+            check_typed(recipe["source"], [reading.own_source], encoding.info.shown)
+            options["reading"] = PLAIN._replace(split_folders=AS_BEFORE, allow_outside=reading.allow_outside)
         old = training.embed_source(facts.run, **{"part": "val"} | options)
+    except NotAllowed as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        return None
     except (OSError, ValueError, KeyError):
         return None
     at = {name: i for i, name in enumerate(old.names)}
@@ -415,14 +458,15 @@ def _calibration(
 # --- renewing
 
 
-def renew(store: Store, encoding: Encoding, report: Progress | None = None) -> int:
+def renew(store: Store, encoding: Encoding, report: Progress | None = None, reading: data.Reading = PLAIN) -> int:
     """Embeds bridged rows again from their originals, a batch per transaction; returns how many."""
     facts = opening.existing_facts(store)
     if facts.fingerprint != encoding.info.fingerprint:
         raise ValueError(f"{store.where}: has another encoder than {encoding.info.shown}")
     if bridge_note.load(store, facts) is None:
         return 0
-    originals, total, after, done, renewed = Originals(facts.sources, encoding), sum(store.encoders().values()), 0, 0, 0
+    originals, after, done, renewed = Originals(facts.sources, encoding, reading), 0, 0, 0
+    total = sum(store.encoders().values())
     while batch := store.bridged(after, BATCH):
         after = batch[-1].id
         embedded = originals.embedded(batch)

@@ -6,6 +6,7 @@ row what one process makes: the batches are the same, and enrolled items are not
 """
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ import torch
 from nearkin import data
 from nearkin.core.errors import RankFailed
 from nearkin.data import groups
+from nearkin.data.folders import WITHOUT
 from nearkin.data.item_set import Items
+from nearkin.data.sources import PLAIN
 from nearkin.dist.group import ProcessGroup
 from nearkin.gallery.gallery import PICTURE_BATCH, Enrolled, Gallery
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen, encode_items, hash_items
@@ -91,6 +94,7 @@ def enrol_source(
     step: int | None = None,
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
+    reading: data.Reading = PLAIN,
 ) -> Counted:
     """Enrols every item of a source under its class, or all under `label`. `enroll_source` is the same function.
 
@@ -98,18 +102,19 @@ def enrol_source(
     items: of the source, where they are loaded already. step: items per transaction, after which `progress` is called;
     by default 256 pictures or 4,096 vectors. Items that are enrolled already, by the hash of their content, are neither
     encoded nor added again. group: the processes that share the reading and encoding; rank 0 passes the gallery and
-    writes, the others pass an `Encoding` of its run, and all return the same counts.
+    writes, the others pass an `Encoding` of its run, and all return the same counts. reading: how the files are
+    read, see `data.load`.
     """
     if items is None:
-        items = data.load(source, root=root, labelled=False, group_column=groups.UNUSED)
+        items = data.load(source, root=root, labelled=False, group_column=groups.UNUSED, **reading.for_load())
+        if label is None and unlabelled:
+            warn_without_classes(items)
     if label is not None:
         labels = [label] * len(items)
     elif items.labels is None or not items.classes:
         if not unlabelled:
-            raise ValueError(
-                f"{source}: its items have no classes; choose the label to enrol them under: --label "
-                f"(--label {UNLABELLED}: none)"
-            )
+            why = items.note if WITHOUT in items.note else f"{source}: its items have no classes"
+            raise ValueError(f"{why}; choose the label to enrol them under: --label (--label {UNLABELLED}: none)")
         labels = [UNLABELLED] * len(items)
     else:
         labels = [items.classes[number] for number in items.labels]
@@ -132,6 +137,12 @@ def enrol_source(
 
 
 enroll_source = enrol_source
+
+
+def warn_without_classes(items: Items) -> None:
+    """Says that class folders are not read, and why."""
+    if WITHOUT in items.note:
+        warnings.warn(items.note, RuntimeWarning, stacklevel=3)
 
 
 def _enrol_alone(gallery: Gallery, source: _Source, progress: Progress | None, step: int | None) -> Counted:

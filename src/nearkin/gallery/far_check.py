@@ -12,6 +12,7 @@ from torch import Tensor
 from nearkin import training
 from nearkin.core import random
 from nearkin.core.relations import UNKNOWN
+from nearkin.data.sources import PLAIN, Reading
 from nearkin.data.vectors import Vectors, class_ids
 from nearkin.evaluation.arrays import Floats, Progress
 from nearkin.evaluation.open_set import draws
@@ -41,7 +42,9 @@ class _Tested(NamedTuple):
 _Part = tuple[Classes, Calibrator, int]  # classes to test, a calibration that has not seen them, number of draws
 
 
-def calibrator_of(run: str | Path, dim: int | None = None, device: str = "auto") -> tuple[Calibrator | None, str]:
+def calibrator_of(
+    run: str | Path, dim: int | None = None, device: str = "auto", reading: Reading = PLAIN
+) -> tuple[Calibrator | None, str]:
     """The calibration of a run, from its file or measured on its validation part; or None. And a note, which it is."""
     folder = Path(run)
     try:
@@ -49,7 +52,7 @@ def calibrator_of(run: str | Path, dim: int | None = None, device: str = "auto")
         calibrator, _ = results.load_calibration(folder, info.fingerprint, info.short)
         if calibrator is not None:
             return calibrator, f"as identify uses it: {results.calibration_file(folder, info.short).name} of the run"
-        part = training.embed_source(folder, part="val", dim=dim, device=device)
+        part = training.embed_source(folder, part="val", dim=dim, device=device, reading=reading)
         if part.labels is None:
             return None, ""
         measured = calibration.measure(part.embeddings, torch.from_numpy(part.labels), groups=part.groups)
@@ -59,7 +62,13 @@ def calibrator_of(run: str | Path, dim: int | None = None, device: str = "auto")
 
 
 def of_vectors(
-    vectors: Vectors, run: Path | None, *, dim: int | None = None, device: str = "auto", **options: Any
+    vectors: Vectors,
+    run: Path | None,
+    *,
+    dim: int | None = None,
+    device: str = "auto",
+    reading: Reading = PLAIN,
+    **options: Any,
 ) -> dict[str, Any]:
     """`check_far` of embeddings as `nearkin evaluate` has them, ready for JSON. run: the one that made them."""
     assert vectors.labels is not None
@@ -69,7 +78,7 @@ def of_vectors(
         names = vectors.groups.astype(str)
         numbers = np.unique(names, return_inverse=True)[1].astype(np.int64)
         groups = torch.from_numpy(np.where(np.isin(names, ("", str(UNKNOWN))), UNKNOWN, numbers))
-    calibrator, note = (None, "") if run is None else calibrator_of(run, dim, device)
+    calibrator, note = (None, "") if run is None else calibrator_of(run, dim, device, reading)
     note = note or "made on half of these classes and tested on the other half, five times"
     checked = check_far(vectors.embeddings, labels, calibrator, groups=groups, **options)
     plain = [row | {"interval": _ends(row["interval"])} for row in checked["rates"]]

@@ -15,6 +15,7 @@ from nearkin import models
 from nearkin.core import checks, cpu_pool, files
 from nearkin.core.errors import EncoderChanged, LabelConflict, UnreadablePicture
 from nearkin.data import augment, decode
+from nearkin.data.byte_limit import read_file
 from nearkin.gallery.schema import Floats, KnownRows, NewRow, new_row, pack, unit
 from nearkin.gallery.stores import Added, Store
 from nearkin.models.frozen import encoder_folder
@@ -333,9 +334,9 @@ def _check_vectors(rows: NDArray[Any], dim: int, owner: str = "as the gallery ha
 
 def _file_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+        return read_file(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def _is_image(item: Any) -> bool:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from nearkin import models
 from nearkin.core.errors import MissingRow, NoPicture
 from nearkin.data import augment, decode
+from nearkin.data.byte_limit import MAX_BYTES, read_file
 from nearkin.gallery.items import Encoding, RawItem, decode_items, hash_items
 from nearkin.gallery.schema import row_encoder, unpack
 from nearkin.gallery.stores import Store
@@ -20,7 +21,6 @@ from nearkin.gallery.stores import Store
 __all__ = ["Heat", "Matched", "RowPicture", "explain", "explain_row", "original", "row_pictures"]
 
 TOLERANCE = 1e-4  # 1 - cosine to the row's own vector, up to which a picture is taken for the one that was enrolled
-MAX_FILE = 64 * 2**20  # bytes of an original; of a larger one the thumbnail is taken
 
 
 class Heat(NamedTuple):
@@ -131,14 +131,14 @@ def has_original(name: str) -> bool:
         return False
     with suppress(OSError, ValueError):
         path = Path(name)
-        return path.is_file() and path.stat().st_size <= MAX_FILE
+        return path.is_file() and path.stat().st_size <= MAX_BYTES
     return False
 
 
 def original(name: str) -> bytes:
     """The content of a regular file; empty where there is none."""
-    with suppress(OSError):
-        return Path(name).read_bytes() if has_original(name) else b""
+    with suppress(OSError, ValueError):
+        return read_file(name) if has_original(name) else b""
     return b""
 
 

@@ -217,6 +217,8 @@ def load_calibration(run: Path, fingerprint: str, short: int | None = None) -> t
 
 def read_calibration(path: Path, fingerprint: str, again: str, missing: str) -> tuple[Calibrator | None, str]:
     """The calibration in a file; or None, and why: `missing` where there is no file. again: the command to make it."""
+    if files.is_link(path):
+        return None, f"{path} is a link, which is not followed, so there is only a similarity; put a copy in its place"
     if not path.is_file():
         return None, missing
     try:

@@ -14,6 +14,7 @@ import numpy as np
 from nearkin import evaluation, training
 from nearkin.core import files
 from nearkin.core.errors import UnfittingWeights
+from nearkin.data.sources import PLAIN, Reading
 from nearkin.evaluation import PLDA
 from nearkin.gallery.gallery import Gallery
 from nearkin.gallery.items import EncoderInfo, encoder_info
@@ -30,15 +31,19 @@ def plda_of(
     views: int = 1,
     device: str = "auto",
     progress: Callable[[str], Progress | None] | None = None,
+    reading: Reading = PLAIN,
 ) -> tuple[PLDA | None, str]:
-    """The model of a run, and "": from its folder, else fitted and written there; or None, and a sentence why."""
+    """The model of a run, and "": from its folder, else fitted and written there; or None, and a sentence why.
+
+    reading: how the run's own source is read, see `data.load`.
+    """
     info, told = encoder_info(run, dim), progress or (lambda _: None)
     if info.frozen is not None:
         return None, ""
     if (model := stored_plda(info, views)) is not None:
         return model, ""
     try:
-        options: dict[str, Any] = {"dim": dim, "views": views, "device": device}
+        options: dict[str, Any] = {"dim": dim, "views": views, "device": device, "reading": reading}
         parts = [
             training.embed_source(run, part=part, **options, progress=told(f"embedding its {part} part"))
             for part in ("train", "val")
@@ -63,9 +68,12 @@ def plda_of(
 
 
 def stored_plda(info: EncoderInfo, views: int = 1) -> PLDA | None:
-    """The model in the folder of a run; None where there is none of this encoder, length and number of views."""
+    """The model in the folder of a run; None where there is none of this encoder, length and views, or a link."""
+    path = _path(info, views)
+    if files.is_link(path):
+        return None
     try:
-        with np.load(_path(info, views), allow_pickle=False) as plain:
+        with np.load(path, allow_pickle=False) as plain:
             if int(plain["format"]) != FORMAT or str(plain["encoder"]) != info.fingerprint:
                 return None
             tried = [(float(spread), float(score)) for spread, score in plain["tried"]]
@@ -105,4 +113,4 @@ def _write(info: EncoderInfo, views: int, model: PLDA) -> None:
         spread=np.array(model.spread),
         tried=tried,
     )
-    files.write_bytes(_path(info, views), out.getvalue())
+    files.write_bytes(_path(info, views), out.getvalue(), follow=False)

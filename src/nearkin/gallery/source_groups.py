@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from nearkin import data, evaluation, training
 from nearkin.core import checks, files
 from nearkin.data import groups as item_groups
+from nearkin.data.sources import PLAIN
 from nearkin.evaluation.arrays import Ends
 from nearkin.evaluation.grouping import METHODS, SMOOTHED
 from nearkin.gallery import results
@@ -64,6 +65,7 @@ def group_source(
     unreadable: str = "strict",
     device: str = "auto",
     progress: Callable[[str], Progress | None] | None = None,
+    reading: data.Reading = PLAIN,
 ) -> SourceGroups:
     """Groups the items of a source by what they show; labels, where it has some, are used only to measure the result.
 
@@ -73,11 +75,14 @@ def group_source(
     classes is fitted once and kept in the run's folder. Otherwise, or with far, similarity or size, "average"; without
     far and similarity of `evaluation.smoothed` rows, of which 0.8 is near. size: about how many items a group has, if
     that is known; for smoothed rows, and the fewest items of a cluster of hdbscan. views: the mean over so many crops
-    of each picture. progress(what) returns a progress(done, total).
+    of each picture. progress(what) returns a progress(done, total). reading: how the files are read, see `data.load`.
     """
     _check_choice(far, similarity, method, size)
     told = progress or (lambda _: None)
-    items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED) if run is None else None
+    items = None
+    if run is None:
+        options: dict[str, Any] = {"root": root, "labelled": False, "group_column": item_groups.UNUSED}
+        items = data.load(source, **options, **reading.for_load())
     if items is not None and items.vectors is not None:
         if far is not None:
             raise ValueError("far needs the calibration of a run: give --run RUN, or --similarity")
@@ -89,19 +94,24 @@ def group_source(
     else:
         run = DEFAULT if run is None else run
         threshold = None if far is None else _threshold(run, far, dim)
-        options: dict[str, Any] = {"root": root, "part": part, "dim": dim, "unreadable": unreadable, "device": device}
-        options["views"] = views
+        options = {"root": root, "part": part, "dim": dim, "unreadable": unreadable, "device": device}
+        options |= {"views": views, "reading": reading._replace(own_source=None)}
         embedded = training.embed_source(run, source, **options, progress=told("embedding"))
         rows, names = embedded.embeddings, embedded.names
         labels, classes = embedded.labels, embedded.classes
         free = method in (None, "plda") and far is None and similarity is None and size is None
-        model, note = plda_of(run, dim, views, device, progress) if free else (None, "")
+        model, note = plda_of(run, dim, views, device, progress, _of_run(reading)) if free else (None, "")
         similarity = similarity if threshold is None else threshold
     method = _method(method, model, note)
     grouping, central, used = group_vectors(rows, similarity, method, size, told("comparing"), model)
     known = None if labels is None or not classes else [classes[i] for i in labels]
     notes = ([note] if note else []) + _notes(names, grouping)
     return SourceGroups(names, grouping, central, known, used, _scores(known, grouping), notes, method=method)
+
+
+def _of_run(reading: data.Reading) -> data.Reading:
+    """What the run's own source is allowed; which folders are its parts, the run knows."""
+    return PLAIN._replace(allow_outside=reading.allow_outside, own_source=reading.own_source)
 
 
 def group_gallery(

@@ -148,11 +148,13 @@ def from_hf(
         if config is not None:
             plan = transformers.AutoConfig.for_model(**config)
         else:
-            plan = transformers.AutoConfig.from_pretrained(name)
+            plan = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        _refuse_kernels(plan)
         if pretrained:
-            model = transformers.AutoModel.from_pretrained(name, config=plan, use_safetensors=True, dtype=torch.float32)
+            options: dict[str, Any] = {"use_safetensors": True, "dtype": torch.float32, "trust_remote_code": False}
+            model = transformers.AutoModel.from_pretrained(name, config=plan, **options)
         else:
-            model = transformers.AutoModel.from_config(plan, dtype=torch.float32)
+            model = transformers.AutoModel.from_config(plan, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # no such folder, no network, corrupt files: transformers raises many kinds
         where = "is neither a local folder nor available from the hub" if not Path(name).is_dir() else "cannot be read"
         raise ValueError(f"hf:{name} {where}: {_first_line(error)}") from None
@@ -165,6 +167,14 @@ def from_hf(
         model.pooler = None  # it would never be trained
     mean, std = (mean, std) if mean is not None and std is not None else _hf_preparation(name)
     return ExternalBackbone(_Hf(model, side, pooling), side, mean, std, json.loads(plan.to_json_string(use_diff=False)))
+
+
+def _refuse_kernels(plan: Any) -> None:
+    """Refuses a configuration that names a repository of compiled kernels, which transformers would fetch and run."""
+    for part in (plan, *(getattr(plan, name, None) for name in getattr(plan, "sub_configs", {}))):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            if "/" in str(getattr(part, key, "")):
+                raise ValueError(f"it asks for code of {getattr(part, key)}, and no code of a model is run")
 
 
 def _side(config: Any) -> int | None:

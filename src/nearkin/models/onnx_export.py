@@ -61,7 +61,7 @@ def export_onnx(
             f"onnxruntime differs from the encoder by {worst:.2g}, more than {tolerance:g}; nothing written"
         )
     with files.explained(str(path), "make room, or choose another place"):
-        files.write_bytes(path, content)
+        files.write_bytes(path, content, follow=False)
     return worst
 
 
@@ -72,6 +72,8 @@ def check_exportable(path: str | Path) -> None:
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path}: cannot be written there")
+    if files.is_link(path):
+        raise ValueError(f"{path}: is a link to {os.path.realpath(path)}, which is not followed; name another file")
     _packages()
 
 

@@ -17,6 +17,7 @@ from nearkin.core import checks
 from nearkin.data import augment, image_cache
 from nearkin.data.item_set import Items
 from nearkin.data.levels import Level
+from nearkin.data.sources import PLAIN
 from nearkin.data.vectors import Vectors
 from nearkin.dist.group import ProcessGroup
 from nearkin.models.frozen import encoder_folder
@@ -27,10 +28,10 @@ from nearkin.training import exclusions, run_dir
 from nearkin.training.config import recipe as recipes
 from nearkin.training.config.defaults import split_items
 from nearkin.training.loader import ItemStore, embed
-from nearkin.training.prepare import fingerprint
+from nearkin.training.prepare import fingerprint, reading_of
 from nearkin.training.run_dir import start_of
 
-__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "length_note", "vectors_of"]
+__all__ = ["PARTS", "Embedded", "embed_source", "export_onnx", "length_note", "recorded_source", "vectors_of"]
 
 PARTS = ("all", "train", "val", "test", "gallery")
 Progress = Callable[[int, int], None]
@@ -72,6 +73,7 @@ def embed_source(
     device: str = "auto",
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
+    reading: data.Reading = PLAIN,
 ) -> Embedded:
     """The items of a source through the encoder of a run.
 
@@ -79,11 +81,11 @@ def embed_source(
     or the items of a part as the run's recipe divides the source; by default the test part of the run's own source, all
     of another. dim: the first so many dimensions, a length that the run was trained for (`loss.matryoshka`), scaled to
     unit length again. views: the mean over so many crops and flips. group: the processes that share the work, whole
-    batches each; all of them get all embeddings.
+    batches each; all of them get all embeddings. reading: how the files of another source are read, see `data.load`.
     """
     checks.integer("views", views, 1)
     checks.integer("batch", batch, 1)
-    opened = _in_turn(group, partial(_opened, run, source, root, part, unreadable, device, dim=dim))
+    opened = _in_turn(group, partial(_opened, run, source, root, part, unreadable, device, dim=dim, reading=reading))
     if views > 1 and opened.store.size is None:
         raise ValueError(f"views must be 1 for vectors, got {views}")
     return _embedded(opened, opened.indices, group, batch=batch, views=views, progress=progress)
@@ -103,16 +105,17 @@ def vectors_of(
     group_pattern: str | None = None,
     group_column: str | None = None,
     per_class: int | None = None,
+    reading: data.Reading = PLAIN,
 ) -> tuple[Vectors, Vectors | None]:
     """As `evaluation.protocols` takes them: the queries, and the gallery of a source that has a separate one.
 
     dim: the first so many dimensions, of any number: what is measured need not have been trained for. levels: names of
     coarser levels of the source's classes; None: the run's, of its own source. part: as in `embed_source`.
     group_pattern, group_column: as in `data.load`; they change no split. By default the run's own source has the groups
-    of its recipe. per_class: embed only the first so many items of each class.
+    of its recipe. per_class: embed only the first so many items of each class. reading: as in `embed_source`.
     """
     grouped = {"group_pattern": group_pattern, "group_column": group_column}
-    options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped, "levels": levels}
+    options: dict[str, Any] = {"dim": dim, "measured": True, "grouped": grouped, "levels": levels, "reading": reading}
     opened = _in_turn(group, partial(_opened, run, source, root, part, "strict", device, **options))
     if per_class is not None and opened.items.labels is not None:
         opened = opened._replace(indices=_first_of_classes(opened.items.labels, opened.indices, per_class))
@@ -138,6 +141,12 @@ def length_note(run: str | Path, dim: int) -> str | None:
     except ValueError:
         return f"{run} was not trained for {dim} dimensions: these are what is left when the others are cut off"
     return None
+
+
+def recorded_source(run: str | Path) -> str | None:
+    """The source in the recipe of a run; None where there is no recipe."""
+    path = Path(run) / "recipe.toml"
+    return recipes.read(path, stored=True).data.source if path.is_file() else None
 
 
 def _description(run: str | Path) -> dict[str, Any]:
@@ -177,10 +186,12 @@ def _vectors(name: str, embedded: Embedded, levels: Sequence[Level] = ()) -> Vec
     return Vectors(name, embedded.embeddings, names, values, embedded.names, groups, columns)
 
 
-def export_onnx(run: str | Path, path: str | Path, count: int = 32, dim: int | None = None) -> tuple[float, int]:
+def export_onnx(
+    run: str | Path, path: str | Path, count: int = 32, dim: int | None = None, reading: data.Reading = PLAIN
+) -> tuple[float, int]:
     """Writes the encoder of a run as ONNX, checked on its test items: the largest difference, and on how many.
 
-    dim: as in `embed_source`.
+    dim, reading: as in `embed_source`.
     """
     if frozen := _description(run).get("frozen"):
         raise ValueError(
@@ -188,7 +199,7 @@ def export_onnx(run: str | Path, path: str | Path, count: int = 32, dim: int | N
             f"name has none"
         )
     check_exportable(path)
-    opened = _opened(run, None, None, None, "skip", "cpu", same=False, dim=dim)
+    opened = _opened(run, None, None, None, "skip", "cpu", same=False, dim=dim, reading=reading)
     some = opened.indices[:: max(1, len(opened.indices) // count)][:count]
     batch = opened.store.eval_view(opened.store.gather(some))
     description = _description(run)
@@ -227,11 +238,11 @@ def _preparation_facts(preparation: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _recipe(run: str | Path, source: str | None, frozen: str | None) -> recipes.Recipe:
+def _recipe(run: str | Path, source: str | None, frozen: str | None, own_source: str | None) -> recipes.Recipe:
     """Of a run its own; of a frozen encoder one that divides the source as `nearkin train` does by default."""
     if frozen is None:
-        return run_dir.recipe_of(Path(run))
-    if source is None:
+        return run_dir.recipe_of(Path(run), {} if own_source is None else {"data.source": own_source})
+    if source is None or own_source is not None:
         raise ValueError(f"{frozen}: an encoder's name has no source of its own; name one after it, as photos/")
     return recipes.Recipe.model_validate({"data": {"source": source}})
 
@@ -248,12 +259,13 @@ def _opened(
     dim: int | None = None,
     measured: bool = False,
     grouped: dict[str, Any] | None = None,
+    reading: data.Reading = PLAIN,
 ) -> _Opened:
     """same: the source must be as it was. dim: the first so many dimensions; measured: of any number."""
     folder, description = encoder_folder(run), _description(run)
     frozen = description.get("frozen")
     on = checks.device(device)
-    recipe = _recipe(run, source, frozen)
+    recipe = _recipe(run, source, frozen, reading.own_source)
     if dim is not None and not measured:
         check_length(description, dim, run)
     encoder, preparation = models.load(folder, on)
@@ -261,6 +273,8 @@ def _opened(
         encoder.shorten(dim)
     part = part or ("test" if source is None else "all")
     checks.one_of("part", part, PARTS)
+    if source is None:
+        recipe.check_typed("data.source", str(run))
     source = source or recipe.data.source
     own_source = frozen is None and Path(source) == Path(recipe.data.source)
     root = recipe.data.root if own_source and root is None else root
@@ -273,6 +287,7 @@ def _opened(
     if levels is None:
         levels = trained_levels if own_source and labelled else ()
     options: dict[str, Any] = {"root": root, "partial": recipe.data.partial, "labelled": labelled, "levels": levels}
+    options |= _reading(recipe, reading, source, run).for_load() if own_source else reading.for_load()
     own_groups: dict[str, Any] = {"group_pattern": recipe.data.group_pattern, "group_column": recipe.data.group_column}
     items = data.load(source, **options, **(own_groups if own_source else {}))
     rows, digests, bad = _rows(items, preparation, recipe, unreadable, source)
@@ -297,6 +312,19 @@ def _opened(
         items = replace(items, groups=data.load(source, **options, **grouped).groups)
     store = ItemStore(rows, on, preparation.get("size"), preparation.get("flip", True))
     return _Opened(encoder, store, items, indices, gallery)
+
+
+def _reading(recipe: recipes.Recipe, asked: data.Reading, source: str, run: str | Path) -> data.Reading:
+    """How a run has read its own source; another way is refused."""
+    own = reading_of(recipe, recorded=True)._replace(allow_outside=asked.allow_outside)
+    folders = asked.split_folders
+    if (
+        folders is not None and list(folders) != list(own.split_folders or ())
+    ) or asked.leaf_classes > own.leaf_classes:
+        raise ValueError(
+            f"{source}: {run} has read its folders in its own way; leave split_folders and leaf_classes out"
+        )
+    return own
 
 
 def _rows(

@@ -16,6 +16,7 @@ from nearkin import data, models
 from nearkin.data import augment, image_cache
 from nearkin.data.groups import group_ids
 from nearkin.data.item_set import Items, Pairs
+from nearkin.data.sources import AS_BEFORE
 from nearkin.data.splits import Parts
 from nearkin.training import compatible, exclusions, level_loss, tracking
 from nearkin.training.build import adapted, build_loss, build_sampler, new_encoder
@@ -29,6 +30,7 @@ from nearkin.training.unlabelled_items import UnlabelledItems, gather_items, loa
 from nearkin.training.validation import HeldOut
 
 __all__ = ["Prepared", "build_encoder", "check_recipe", "fingerprint", "item_rows", "load_items", "prepare"]
+__all__ += ["reading_of"]
 
 _MANY = 100_000  # classes; weights for more are not built twice
 _STANDARDIZED = 2048  # training items from which mean and deviation of the input are taken
@@ -148,7 +150,7 @@ def prepare(
         check_unlabelled(recipe, items)
     else:
         root = None if options.root is None else Path(options.root)
-        items = load_items(recipe, root)
+        items = load_items(recipe, root, resumed=start is not None)
         kind, shape = ("pictures", None) if items.vectors is None else ("vectors", items.vectors.shape[1:])
         recipe, old = _old_encoder(recipe, kind, shape, start)
         recipe, notes = defaults.settle_source(recipe, items)
@@ -235,14 +237,23 @@ def _known_exclusions(recipe: Recipe, items: Items, parts: Parts, start: Mapping
     return exclusions.listed(recipe, items, parts) if left is None else left.parts
 
 
-def load_items(recipe: Recipe, root: Path | None) -> Items:
+def load_items(recipe: Recipe, root: Path | None, resumed: bool = False) -> Items:
     """The items of the recipe's source, with their groups and levels."""
     options = recipe.data
+    recipe.check_typed("data.source", "the run")
     grouped: dict[str, Any] = {"group_pattern": options.group_pattern, "group_column": options.group_column}
+    grouped |= reading_of(recipe, resumed).for_load()
     try:
         return data.load(options.source, root=root, partial=options.partial, levels=options.levels or (), **grouped)
     except ValueError as error:
-        raise ValueError(re.sub(r"\b(group_pattern|group_column)\b", r"data.\1", str(error))) from None
+        keys = r"\b(group_pattern|group_column|split_folders|leaf_classes)\b"
+        raise ValueError(re.sub(keys, r"data.\1", str(error))) from None
+
+
+def reading_of(recipe: Recipe, recorded: bool = False) -> data.Reading:
+    """How the recipe's source is read. recorded: by a run, which read it as it could then where no key says more."""
+    split_folders = recipe.data.split_folders or (AS_BEFORE if recorded else None)
+    return data.Reading(split_folders, bool(recipe.data.leaf_classes), recipe.allow_outside)
 
 
 def check_recipe(recipe: Recipe) -> None:

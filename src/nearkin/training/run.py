@@ -70,6 +70,7 @@ def train(
     progress: bool = False,
     report: bool | None = None,
     group: ProcessGroup | None = None,
+    allow_outside: bool = False,
 ) -> Outcome:
     """Trains an encoder, tests it on classes that it was not trained on, and writes everything into a folder.
 
@@ -79,9 +80,11 @@ def train(
     compatible_with: an old run, whose rows the new embeddings are to search (see docs/compatible.md).
     recipe: a TOML file, or a `Recipe`. settings: any keys of a recipe, which override the recipe's own:
     {"training.epochs": 5}, {"training": {"epochs": 5}}, or as on the command line, ["training.epochs=5"].
-    resume: resumes this run instead; with objects of your own, pass these again, and nothing else.
+    resume: resumes this run instead; with objects of your own, pass these again, and nothing else but a source that is
+    code ("dataset:…"), which no run can ask for.
     progress: bars and lines on stderr. callback: is called with every event, a dictionary with an "event".
     report: writes report.html; by default, unless `source` is a `Recipe`.
+    allow_outside: paths of a table or dataset may lead out of its folder; no recipe and no run can say so itself.
 
     Under torchrun all processes train together; every one returns the outcome, and the first has written it. A run that
     torchrun has started again is resumed. group: that of `dist.join`, if the caller has joined already.
@@ -95,17 +98,20 @@ def train(
         if reports and group.first:
             _rehearse_report()
         if resume is not None:
-            named = [source if own.dataset is None else None, encoder if own.encoder is None else None]
-            named += [loss if own.loss is None else None, out, compatible_with, recipe, settings or None]
-            if any(choice is not None for choice in named):
+            named: list[Any] = [encoder if own.encoder is None else None, loss if own.loss is None else None]
+            named += [out, compatible_with, recipe]
+            typed = _typed_again(source if own.dataset is None else None, settings)
+            if any(choice is not None for choice in named) or typed is None:
                 raise ValueError("resume takes the recipe of the run; leave all other choices out")
             folder = Path(resume)
             callback({"event": "folder", "folder": str(folder)})
-            full_recipe = run_dir.recipe_of(folder)
+            full_recipe = run_dir.recipe_of(folder, typed)
             own.check(full_recipe, f"{folder}: ")
+            full_recipe = full_recipe.allowing_outside(allow_outside)
             outcome = _resume(full_recipe, folder, callback, own, group)
         else:
             full_recipe = without_labels(_recipe_of(source, own, loss, encoder, recipe, settings, compatible_with))
+            full_recipe = full_recipe.allowing_outside(allow_outside or full_recipe.allow_outside)
             restarted = group.restarted()
             folder = Path(out or group.on_rank0("folder", lambda: str(_free_folder(full_recipe, restarted))))
             callback({"event": "folder", "folder": str(folder)})
@@ -127,13 +133,20 @@ def resume(
     progress: bool = False,
     report: bool = False,
     group: ProcessGroup | None = None,
+    allow_outside: bool = False,
+    source: str | None = None,
 ) -> Outcome:
     """Resumes a run from its newest intact checkpoint, to the same weights as if it had never stopped.
 
     On any number of processes. dataset, encoder, loss: the objects of your own that the run was started with, if any.
+    allow_outside: as in `train`, once more. source: that of the run, once more, where it is code ("dataset:…").
     """
-    options: dict[str, Any] = {"progress": progress, "report": report, "group": group}
-    return train(dataset, callback=callback, encoder=encoder, loss=loss, resume=folder, **options)
+    if source is not None and dataset is not None:
+        raise ValueError("dataset and source are both the source of the run; leave one of them out")
+    options: dict[str, Any] = {"progress": progress, "report": report, "group": group, "allow_outside": allow_outside}
+    return train(
+        source if dataset is None else dataset, callback=callback, encoder=encoder, loss=loss, resume=folder, **options
+    )
 
 
 def _train(recipe: Recipe, folder: Path, callback: Callback, own: Own, group: ProcessGroup) -> Outcome:
@@ -327,8 +340,23 @@ def _recipe_of(
     }
     sets = [*_assignments({key: value for key, value in choices.items() if value is not None}), *_assignments(settings)]
     if isinstance(recipe, Recipe):
-        return recipes.read(None, sets, recipe.model_dump(exclude_unset=True)) if sets else recipe
+        if not sets:
+            return recipe
+        changed = recipes.read(None, sets, recipe.model_dump(exclude_unset=True))
+        return changed.allowing_outside(recipe.allow_outside)
     return recipes.read(recipe, sets)
+
+
+def _typed_again(source: Any, settings: Settings) -> dict[str, str] | None:
+    """The sources that are named beside a run that resumes, by their keys; None where more than these is chosen.
+
+    They change nothing: they are the user's word that they may be read, where they are code.
+    """
+    sets = [*_assignments({} if source is None else {"data.source": str(source)}), *_assignments(settings)]
+    recipe = recipes.read(None, sets)
+    typed = {"data.source": recipe.data.source, "unlabelled.folder": str(recipe.unlabelled.folder)}
+    keys = recipe.explicit_keys
+    return {key: typed[key] for key in sorted(keys)} if keys <= typed.keys() else None
 
 
 def _assignments(settings: Settings) -> list[str]:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ _FILES = ["recipe.toml", "data.json", "untrained.safetensors", "metrics.jsonl", 
 _FILES += ["results.json", "report.html", "near_duplicates.csv", "pretraining.jsonl", "tracking.json"]
 _FILES += ["old_embeddings.safetensors"]
 _HALF_WRITTEN = re.compile(files.TEMPORARY % "|".join(map(re.escape, _FILES)))
+
+
+_NONE: Mapping[str, str] = {}
 
 
 class Claim:
@@ -147,11 +151,20 @@ def same_launch(folder: Path) -> bool:
     return _launch() is not None and start_of(folder).get("launch") == _launch()
 
 
-def recipe_of(folder: Path) -> Recipe:
-    """The recipe of a run. A relative path that does not exist is looked up where the run was started."""
+def recipe_of(folder: Path, typed: Mapping[str, str] = _NONE) -> Recipe:
+    """The recipe of a run. A relative path that does not exist is looked up where the run was started.
+
+    typed: its sources, by "data.source" and "unlabelled.folder", that the user has typed again, as one that is code
+    must be; others than the run has recorded are refused.
+    """
     if not (folder / "recipe.toml").is_file():
         raise ValueError(f"{folder}: not a run: there is no recipe.toml in it; nearkin runs lists the runs")
-    recipe = recipes.read(folder / "recipe.toml")
+    recipe = recipes.read(folder / "recipe.toml", stored=True)
+    for key, text in typed.items():
+        recorded = recipe.data.source if key == "data.source" else recipe.unlabelled.folder
+        if text != recorded:
+            raise ValueError(f"{folder}: its {key} is {recorded}, as the run has recorded it, and no other; got {text}")
+    recipe = recipe.recorded(*typed.values())
     start = start_of(folder).get("began_in")
     for section, key in (("data", "source"), ("data", "root"), ("unlabelled", "folder"), ("compatible", "run")):
         path = getattr(getattr(recipe, section), key)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin import data
 from nearkin.data.item_set import Items
+from nearkin.data.sources import AS_BEFORE
 from nearkin.data.splits import Parts
 from nearkin.training.config.recipe import Recipe
 
@@ -57,8 +58,10 @@ def load_folder(recipe: Recipe) -> Items:
     """The items of `unlabelled.folder`, whatever their labels."""
     folder = recipe.unlabelled.folder
     assert folder is not None
+    recipe.check_typed("unlabelled.folder", "the run")
     try:
-        items = data.load(folder, labelled=False)
+        options: dict[str, Any] = {"split_folders": AS_BEFORE, "allow_outside": recipe.allow_outside}
+        items = data.load(folder, labelled=False, **options)  # its labels are not read
     except ValueError as error:
         raise ValueError(f"unlabelled.folder: {error}") from None
     if items.pictures is None:

@@ -9,6 +9,7 @@ from nearkin import data
 from nearkin.core.errors import EnrolmentStopped, StoreUnavailable
 from nearkin.data import groups
 from nearkin.data.item_set import Items
+from nearkin.data.sources import PLAIN
 from nearkin.gallery import Gallery, enrol_source
 from nearkin.gallery.enroll import Counted
 
@@ -107,10 +108,10 @@ class Enrolment(threading.Thread):
             raise EnrolmentStopped
 
 
-def read_source(source: str) -> Items:
+def read_source(source: str, reading: data.Reading = PLAIN) -> Items:
     """The items of a folder of pictures, with or without class folders."""
     try:
-        return data.load(source, labelled=False, group_column=groups.UNUSED)
+        return data.load(source, labelled=False, group_column=groups.UNUSED, **reading.for_load())
     except ValueError as error:
         if Path(source).is_dir():
             raise ValueError(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nearkin.core import checks
 from nearkin.core.errors import QueueFull, ReloadRefused
+from nearkin.data.sources import PLAIN, Reading
 from nearkin.gallery import Gallery
 from nearkin.gallery.items import encoder_info
 from nearkin.web import connections
@@ -38,6 +39,7 @@ def serve(
     limits: Limits | None = None,
     drawing: bool = False,
     source: str | None = None,
+    reading: Reading = PLAIN,
     progress: Callable[[int, int], None] | None = None,
     enrolled: Callable[[Enrolment], None] | None = None,
     ready: Callable[[str], None] | None = None,
@@ -50,8 +52,8 @@ def serve(
     while the service answers, with or without labels; what is enrolled already is skipped, and a gallery of a frozen
     encoder is calibrated by its labels. workers: processes that answer, with one more that supervises them and is the
     only one to write a gallery in a file. SIGHUP reads the run again. progress(done, total) is called meanwhile and
-    enrolled(enrolment) at its end, both in its thread. quiet: logs warnings and errors only. Returns whether all
-    threads have ended.
+    enrolled(enrolment) at its end, both in its thread. reading: how the files of the source are read, see `data.load`.
+    quiet: logs warnings and errors only. Returns whether all threads have ended.
     """
     try:
         import uvicorn  # noqa: F401
@@ -62,7 +64,7 @@ def serve(
     log, limits = request_logger(quiet=quiet), limits or Limits()
     Access(token, host).check()
     pictures = encoder_info(run).preparation["kind"] == "pictures"
-    items = None if source is None else read_source(source)
+    items = None if source is None else read_source(source, reading)
     settings = Settings(
         str(run), str(place), host, token, dim, device, list(limits), pictures=pictures, drawing=drawing, quiet=quiet
     )

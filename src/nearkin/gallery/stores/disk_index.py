@@ -178,6 +178,8 @@ class DiskIndex:
 
     def _usable(self) -> bool:
         """Whether there seems to be a file: to read it needs no lock."""
+        if files.is_link(self.index_path):
+            return True  # it is neither read nor written
         with suppress(OSError, ValueError), self.index_path.open("rb") as file:
             return bool(index_file.read_head(file))
         return False
@@ -187,7 +189,10 @@ class DiskIndex:
         way_out = "it is in a temporary file, and made again at the next opening"
         arguments = (self.index_path.parent, self._progress)
         try:
-            with files.explained(f"{self.index_path}: the index", way_out), files.replacing(self.index_path) as file:
+            with (
+                files.explained(f"{self.index_path}: the index", way_out),
+                files.replacing(self.index_path, False) as file,
+            ):
                 files.hold(file)
                 lists = index_build.build(reader, facts, form, file, *arguments)
             self._file = sqlite_file.file_id(self.index_path)
@@ -391,6 +396,8 @@ class DiskIndex:
 
 def load(path: Path, facts: Facts, stored: str) -> Lists:
     """The file, read and verified, or a ValueError that says in a word why it cannot be used."""
+    if files.is_link(path):
+        raise ValueError("a link, which is not followed,")
     try:
         with path.open("rb") as file:
             head = index_file.read_head(file)

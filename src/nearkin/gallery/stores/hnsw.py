@@ -118,13 +118,15 @@ def save(path: Path, graph: Graph, gallery: str) -> None:
         "sha256": hashlib.sha256(content).hexdigest(),
     }
     way_out = "the gallery is complete, and searched without it"
-    with files.explained(f"{path}: the search index", way_out), files.replacing(path) as file:
+    with files.explained(f"{path}: the search index", way_out), files.replacing(path, False) as file:
         file.write(json.dumps(head).encode() + b"\n")
         file.write(content)
 
 
 def load(path: Path, gallery: str) -> Graph:
     """The graph of the file, or a ValueError that says in a word why it cannot be used."""
+    if files.is_link(path):
+        raise ValueError("a link, which is not followed,")
     try:
         line, _, rest = path.read_bytes().partition(b"\n")
     except FileNotFoundError:

@@ -168,7 +168,7 @@ def _facts(recipe: Recipe, items: Items, parts: Parts) -> Facts:
 
 def _settle_dataset(recipe: Recipe, shape: tuple[int, ...]) -> Recipe:
     unused = {"data.root", *(f"data.{key}" for key in _IMAGE_KEYS), *(f"augment.{key}" for key in recipe.augment)}
-    unused |= {"data.levels", "data.group_pattern", "data.group_column"}
+    unused |= {"data.levels", "data.group_pattern", "data.group_column", "data.split_folders", "data.leaf_classes"}
     for key in sorted(recipe.explicit_keys & unused):
         no_effect(key, "the dataset is an object of your own, which prepares its items itself")
     recipe = recipe.with_("encoder", **{"name": "mlp" if len(shape) == 1 else "small-cnn", **recipe.encoder})

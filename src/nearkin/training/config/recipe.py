@@ -14,16 +14,17 @@ no effect beside the others is refused: nothing in a recipe is ignored.
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from nearkin.core import checks, toml
 from nearkin.core.checks import no_effect
 from nearkin.core.errors import ExcessiveText
+from nearkin.data.map_dataset import check_typed
 from nearkin.models.encoder import PREFIX
 
 __all__ = ["KEYS", "NAMED", "Recipe", "no_effect", "read"]
@@ -69,6 +70,9 @@ class Data(_Section):
     group_scope: Literal["set", "class"] | None = None  # whether equal names in two classes are one group
     # Coarser levels of the classes by name, the finest first: columns, entries, or the folders around class folders.
     levels: list[str] | None = Field(default=None, min_length=1)
+    # Of a folder: which folders are the parts of its split, or ["none"]; and whether a class is a folder of images.
+    split_folders: list[str] | None = Field(default=None, min_length=1)  # ["train", "more/val"], ["fold1=train", …]
+    leaf_classes: bool | None = None  # a class is a folder that holds images, not the first folder
     near: Literal["off", "list", "drop"] | None = None  # near-duplicates across parts; None: list up to 10,000 pictures
     without: str | None = None  # a list of items to leave out: .csv, .tsv, .json
 
@@ -215,6 +219,34 @@ class Recipe(BaseModel):
     schedule: Schedule = Schedule()
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
+    # Whether paths of a table or dataset may lead out of its folder. No key: no file and no stored run may say so.
+    _allow_outside: bool = PrivateAttr(default=False)
+    _typed: tuple[str | None, ...] | None = PrivateAttr(
+        default=None
+    )  # of a stored run: the sources that were typed again
+
+    @property
+    def allow_outside(self) -> bool:
+        return self._allow_outside
+
+    def allowing_outside(self, allowed: bool = True) -> "Recipe":
+        """A copy by which paths of a table or dataset may lead out of its folder."""
+        copy = self.model_copy()
+        copy._allow_outside = allowed
+        return copy
+
+    def recorded(self, *typed: str | None) -> "Recipe":
+        """A copy that comes from a stored run: its sources that are code run only if they were typed again."""
+        copy = self.model_copy()
+        copy._typed = typed
+        return copy
+
+    def check_typed(self, key: str, where: str) -> None:
+        """Refuses a source that is code, of a stored run, unless it was typed again. key: data.source, …"""
+        if self._typed is not None:
+            section, _, name = key.partition(".")
+            option = "--source" if key == "data.source" else "--unlabelled"
+            check_typed(str(getattr(getattr(self, section), name)), self._typed, where, option)
 
     @property
     def explicit_keys(self) -> set[str]:
@@ -295,10 +327,16 @@ KEYS: dict[str, list[str]] = {
 }
 
 
-def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping[str, Any] | None = None) -> Recipe:
+def read(
+    file: str | Path | None = None,
+    sets: Iterable[str] = (),
+    base: Mapping[str, Any] | None = None,
+    stored: bool = False,
+) -> Recipe:
     """A recipe from a TOML file, then `section.key=value` one after the other; an error is one sentence.
 
-    file: a path, or the name of a recipe that comes with nearkin: "photos".
+    file: a path, or the name of a recipe that comes with nearkin: "photos". A source in it that is code is refused,
+    unless `sets` name the source. stored: of a run, whose source is refused when it is to be read (`Recipe.recorded`).
     """
     content: dict[str, Any] = {section: dict(part) for section, part in (base or {}).items()}
     where = "recipe"
@@ -309,8 +347,10 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
                 raise ValueError(f"{where}: {section} = … is outside of a section; known: {', '.join(KEYS)}")
             _known_section(section, where)
             content.setdefault(section, {}).update(part)
-    for text in sets:
-        section, key, value = _assignment(text)
+    assigned = [_assignment(text) for text in sets]
+    if not stored:
+        _refuse_code(content if file is not None else {}, {f"{section}.{key}" for section, key, _ in assigned}, where)
+    for section, key, value in assigned:
         _known_section(section, "--set")
         content.setdefault(section, {})[key] = value
     _known_keys(content, where)
@@ -318,6 +358,13 @@ def read(file: str | Path | None = None, sets: Iterable[str] = (), base: Mapping
         return Recipe.model_validate(content)
     except ValidationError as error:
         raise ValueError(f"{where}: {_sentence(error)}") from None
+
+
+def _refuse_code(content: Mapping[str, Mapping[str, Any]], typed: Collection[str], where: str) -> None:
+    for key, way in (("data.source", "--source"), ("unlabelled.folder", "--unlabelled")):
+        section, _, name = key.partition(".")
+        if key not in typed:
+            check_typed(str(content.get(section, {}).get(name)), (), where, way)
 
 
 def _located(file: Path) -> Path:
