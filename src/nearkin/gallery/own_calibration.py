@@ -20,7 +20,7 @@ from nearkin.gallery.stores import Store
 if TYPE_CHECKING:
     from nearkin.gallery.gallery import Gallery
 
-__all__ = ["KEY", "is_current", "load", "measure_gallery"]
+__all__ = ["KEY", "load", "measure_gallery"]
 
 KEY = "calibration"
 
@@ -37,15 +37,6 @@ def load(store: Store, facts: Facts) -> tuple[Calibrator | None, str]:
     return results.parse_calibration(plain, f"the calibration of {store.where}", facts.fingerprint or "", again)
 
 
-def is_current(store: Store, facts: Facts) -> bool:
-    """Whether there is a calibration of the rows as they are now."""
-    try:
-        plain = json.loads(store.note(KEY) or "null")
-        return bool(plain and plain.get("state") == _state(facts) and load(store, facts)[0] is not None)
-    except ValueError:
-        return False
-
-
 def measure_gallery(gallery: "Gallery", facts: Facts) -> dict[str, Any]:
     """Measures pairs of a gallery's own rows, and keeps what was measured."""
     store = gallery._store
@@ -57,17 +48,11 @@ def measure_gallery(gallery: "Gallery", facts: Facts) -> dict[str, Any]:
         "encoder": facts.fingerprint,
         "part": "own labels",
         "items": len(labels),
-        "state": _state(facts),
     }
     plain[results.CHECKSUM] = files.digest(plain)
     text = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     store.edit(KEY, lambda _, labels_of: ({}, text))
     return plain
-
-
-def _state(facts: Facts) -> list[Any]:
-    """Changes whenever a row is added, removed or relabelled."""
-    return [facts.gallery, facts.rows, facts.next_id, facts.changes]
 
 
 def _sample(gallery: "Gallery", seed: int = 0) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
