@@ -20,6 +20,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 pytest.importorskip("fastapi", reason="the service needs pip install 'nearkin[serve]'")
@@ -85,12 +86,31 @@ def test_an_unreadable_picture_does_not_open_the_door_to_large_ones(gallery, mon
         refused(client.post("/api/enrol", files=files, data={"label": "x"}), 422, "b.png is")
 
 
+def test_a_header_is_read_once(gallery, monkeypatch):
+    read, before = [], Image.open
+    monkeypatch.setattr(Image, "open", lambda *words, **options: read.append(1) or before(*words, **options))
+    with client_of(gallery) as client:
+        assert client.post("/api/search", files=item(png(30, 30))).status_code == 200 and len(read) == 1
+        heavy = png(3000, 2900)  # of more pixels than the first decoder takes
+        assert client.post("/api/search", files=item(heavy)).status_code == 200 and len(read) == 2
+
+
+def test_run_lengths_of_a_bmp_are_no_supported_format(gallery):
+    """Pillow decodes them in Python, a byte at a time; training still reads them."""
+    out = io.BytesIO()
+    Image.new("P", (24, 20)).save(out, "BMP")
+    plain = out.getvalue()
+    with client_of(gallery) as client:
+        assert client.post("/api/search", files=item(plain)).status_code == 200
+        refused(client.post("/api/search", files=item(plain[:30] + b"\1" + plain[31:])), 415, "uncompressed BMP")
+
+
 def test_a_search_is_answered_while_large_pictures_are_decoded(gallery, monkeypatch):
     """Decoding of large pictures hangs; small ones and vectors are answered."""
     gate, before, large = threading.Event(), items.Encoding.square, []
 
     def square(self, data, name):
-        if len(data) > 10_000:
+        if len(data.data) > 10_000:
             large.append(name)
             assert gate.wait(60)
         return before(self, data, name)

@@ -1,21 +1,22 @@
 """Decodes one picture: from the bytes of a file to a small square of grey or colour pixels, or a reason why not."""
 
-import io
 import threading
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core import checks
 from nearkin.core.errors import UnreadablePicture
+from nearkin.data import headers
 from nearkin.data.byte_limit import check_bytes
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["FITS", "MAX_PIXELS", "decode", "glance", "square", "weight"]
+__all__ = ["FITS", "MAX_PIXELS", "Opened", "decode", "glance", "opened", "square", "weight"]
 
 DECODER = 1  # increase whenever the same file would give other pixels: it is part of the key of every cache
 MAX_PIXELS = 250_000_000  # today's largest phone pictures have 200 million
@@ -25,13 +26,25 @@ FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "DIB", "TIFF", "WEBP", "AVIF", "H
 DRAFT = 2  # a JPEG is decoded at the smallest of 1/1, 1/2, 1/4, 1/8 that has at least so many times the pixels needed
 
 _GREY = ("1", "L", "LA", "La")  # modes of Pillow
+_ORIENTATION = 0x0112  # the tag of EXIF; from its value 2 on, what undoes it
+_UNDO = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
 _opening = threading.Lock()
+_open_count, _pixel_limit = 0, None
 
 
-def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: int | None = None) -> "Image.Image":
+class Opened(NamedTuple):
+    """A picture of which only the header is read; `decode` and `square` take it once in place of its bytes."""
+
+    data: bytes
+    image: "Image.Image"
+
+
+def decode(
+    data: bytes | NDArray[Any] | Opened, *, max_pixels: int = MAX_PIXELS, enough: int | None = None
+) -> "Image.Image":
     """The picture upright in mode "L" (grey) or "RGB", 8 bits per channel; raises `UnreadablePicture`.
 
-    data: the bytes of a file, or pixels (H, W), (H, W, 1), (H, W, 3) or (H, W, 4).
+    data: the bytes of a file, what `opened` gave for them, or pixels (H, W), (H, W, 1), (H, W, 3) or (H, W, 4).
     - A truncated file is unreadable, never a picture with a grey rest. Corruption in the middle of a JPEG that the
       format cannot detect is not detected here either.
     - max_pixels is checked from the header, before anything is decoded.
@@ -40,21 +53,16 @@ def decode(data: bytes | NDArray[Any], *, max_pixels: int = MAX_PIXELS, enough: 
     - 16 bits per channel are scaled by 1/257. The range of other integers and floats is the smallest of 0..1, 0..255
       and 0..65535 that contains the picture, or else its minimum to its maximum.
     """
-    from PIL import ImageOps
-
     if isinstance(data, np.ndarray):
         return _from_array(data, max_pixels)
     if not data:
         raise UnreadablePicture("is empty (0 bytes)")
-    image = _open(data, max_pixels)
+    image = data.image if isinstance(data, Opened) else opened(data, max_pixels).image
     try:
         if enough is not None:
             image.draft(None, (DRAFT * enough, DRAFT * enough))
         image.load()
-        upright = image
-        with suppress(Exception):  # unreadable metadata costs the rotation, not the picture
-            upright = ImageOps.exif_transpose(image)
-        return _plain(upright)
+        return _plain(_upright(image))
     except UnreadablePicture:
         raise
     except MemoryError:
@@ -70,20 +78,25 @@ def glance(data: bytes | NDArray[Any]) -> tuple[int, bool]:
     """The shorter side, and whether `decode` would give a grey picture: from the header, without decoding."""
     if isinstance(data, np.ndarray):
         return min(data.shape[:2]), data.ndim == 2 or data.shape[2] == 1
-    image = _open(data, MAX_PIXELS)
+    image = opened(data, MAX_PIXELS).image
     return min(image.size), image.mode in _GREY or image.mode.startswith(("I", "F"))
 
 
-def weight(data: bytes, max_pixels: int = MAX_PIXELS) -> int:
+def weight(data: bytes | Opened, max_pixels: int = MAX_PIXELS) -> int:
     """Bytes of all pixels once decoded: width × height × bytes per pixel, from the header."""
-    image = _open(data, max_pixels)
+    image = (data if isinstance(data, Opened) else opened(data, max_pixels)).image
     raw = str(getattr(image, "tile", ""))  # the only place where Pillow tells 16 bits of a PNG
     wide = 4 if image.mode in ("I", "F") else 2 if ";16" in image.mode + raw else 1
     return image.width * image.height * len(image.getbands()) * wide
 
 
 def square(
-    data: bytes | NDArray[Any], *, side: int, fit: str = "crop", channels: int = 3, max_pixels: int = MAX_PIXELS
+    data: bytes | NDArray[Any] | Opened,
+    *,
+    side: int,
+    fit: str = "crop",
+    channels: int = 3,
+    max_pixels: int = MAX_PIXELS,
 ) -> NDArray[np.uint8]:
     """The picture decoded and resized to (side, side, channels).
 
@@ -99,23 +112,58 @@ def square(
     return pixels if pixels.ndim == 3 else np.repeat(pixels[..., None], channels, axis=2)
 
 
-def _open(data: bytes, max_pixels: int) -> "Image.Image":
-    """Reads the header only. Pillow's pixel limit is a global; ours is an argument, so Pillow's is off meanwhile."""
+def opened(data: bytes, max_pixels: int = MAX_PIXELS) -> Opened:
+    """Reads the header only; raises `UnreadablePicture`."""
     from PIL import Image, UnidentifiedImageError
 
     check_bytes(len(data))
-    with _opening:
-        before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    file = headers.check(data)
+    with _no_pixel_limit():
         try:
             Image.init()
-            image = Image.open(io.BytesIO(data), formats=[f for f in FORMATS if f in Image.OPEN])
+            image = Image.open(file, formats=[f for f in FORMATS if f in Image.OPEN])
+        except UnreadablePicture:
+            raise
         except UnidentifiedImageError:
             raise UnreadablePicture(f"is not a picture of a known format (its first bytes are {data[:8]!r})") from None
         except Exception as error:
             raise UnreadablePicture(f"is corrupt ({_short(error)})") from None
-        finally:
-            Image.MAX_IMAGE_PIXELS = before
     _check_pixels(*image.size, max_pixels)
+    return Opened(data, image)
+
+
+@contextmanager
+def _no_pixel_limit() -> Iterator[None]:
+    """Pillow's pixel limit is a global; ours is an argument, so Pillow's is off while any thread reads a header."""
+    global _open_count, _pixel_limit
+    from PIL import Image
+
+    with _opening:
+        if not _open_count:
+            _pixel_limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        _open_count += 1
+    try:
+        yield
+    finally:
+        with _opening:
+            _open_count -= 1
+            if not _open_count:
+                Image.MAX_IMAGE_PIXELS = _pixel_limit
+
+
+def _upright(image: "Image.Image") -> "Image.Image":
+    """The picture turned as its EXIF says; `ImageOps.exif_transpose` would also write all of the EXIF again."""
+    from PIL import Image
+
+    exif, text = image.info.get("exif"), image.info.get("Raw profile type exif")
+    if not exif and isinstance(text, str):
+        with suppress(ValueError):
+            exif = bytes.fromhex("".join(text.split("\n")[3:]))
+    if isinstance(exif, bytes):
+        headers.check_tags(exif)
+    with suppress(Exception):  # unreadable metadata costs the rotation, not the picture
+        turn = dict(enumerate(_UNDO, 2)).get(image.getexif().get(_ORIENTATION, 1))
+        return image if turn is None else image.transpose(Image.Transpose[turn])
     return image
 
 

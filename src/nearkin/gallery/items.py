@@ -57,7 +57,7 @@ class RawItem(NamedTuple):
 
     content: bytes
     name: str
-    picture: bytes | NDArray[Any] | None = None
+    picture: bytes | NDArray[Any] | decode.Opened | None = None
     features: NDArray[Any] | None = None
     vector: NDArray[Any] | None = None
 
@@ -140,7 +140,7 @@ class Encoding:
     def dim(self) -> int:
         return self.info.dim or self._loaded().dim
 
-    def square(self, data: bytes | NDArray[Any], name: str) -> NDArray[np.uint8]:
+    def square(self, data: bytes | NDArray[Any] | decode.Opened, name: str) -> NDArray[np.uint8]:
         """One picture as the encoder takes it: (side, side, channels)."""
         preparation = self.info.preparation
         options = {"side": preparation["stored"], "fit": preparation["fit"], "channels": preparation["channels"]}
@@ -302,7 +302,7 @@ def _hashed(item: Any, encoding: Encoding | None, dim: int) -> RawItem:
         name, picture = os.fspath(item), _file_bytes(Path(item))
     elif _is_image(item):
         picture = _pixels(item)
-    elif not isinstance(item, bytes | np.ndarray):
+    elif not isinstance(item, bytes | np.ndarray | decode.Opened):
         raise TypeError(f"an item must be a path, a picture or a vector, got {type(item).__name__}")
     return RawItem(_picture_digest(picture), name, picture)
 
@@ -350,7 +350,9 @@ def _pixels(image: Any) -> NDArray[Any]:
     return np.asarray(image)
 
 
-def _picture_digest(picture: bytes | NDArray[Any]) -> bytes:
+def _picture_digest(picture: bytes | NDArray[Any] | decode.Opened) -> bytes:
+    if isinstance(picture, decode.Opened):
+        picture = picture.data
     if isinstance(picture, bytes):
         return hashlib.sha256(picture).digest()
     head = f"{picture.dtype.str} {picture.shape} ".encode()

@@ -18,6 +18,7 @@ __all__ = ["form_route", "json_object", "only_parts", "picture"]
 
 TEXT_BYTES = 64 * 2**10  # of a part that is not a file
 MAX_TEXTS = 8  # parts that are not files
+HEAD = 32  # bytes of a file that tell its format
 JSON_PARTS = 2**20  # of a JSON text; its bytes are bounded as well
 # The first bytes of a file, by format. Fewer formats than training reads: untrusted files reach few decoders.
 FORMATS = {
@@ -25,7 +26,7 @@ FORMATS = {
     "PNG": rb"\x89PNG\r\n\x1a\n",
     "GIF": rb"GIF8[79]a",
     "WebP": rb"RIFF....WEBP",
-    "BMP": rb"BM.{4}\0{4}",
+    "uncompressed BMP": rb"BM.{4}\0{4}.{4}(?:\x0c|.{16}[^\1\2])",  # runs are read in Python
     "AVIF": rb"....ftypavi[fs]",
 }
 
@@ -83,7 +84,7 @@ def only_parts(*files: str, several: bool = False, texts: tuple[str, ...] = ()) 
         parts = (await request.form()).multi_items()
         for _, part in parts:
             if not isinstance(part, str):
-                _check_format(await part.read(16))
+                _check_format(await part.read(HEAD))
                 await part.seek(0)
         if unknown := sorted({name for name, _ in parts} - {*files, *texts}):
             raise MalformedRequest(f"unknown part {unknown[0][:60]!r}; known: {', '.join((*files, *texts))}")

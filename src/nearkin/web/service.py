@@ -245,27 +245,29 @@ class Service:
         self._model.check_room(len(items))
         if not any(isinstance(item, bytes) for item, _ in items):
             return items
-        light = await self._decoder.submit(lambda _: self._decode(items, LIGHT))
-        return light or await self._large.submit(lambda _: self._decode(items, self.limits.decoded))
+        light, seen = await self._decoder.submit(lambda _: self._open(items))
+        return seen if light else await self._large.submit(lambda _: self._decode(seen))
 
-    def _decode(self, items: Sequence[Item], most: int) -> Sequence[Item]:
-        """Empty if their headers declare more bytes of pixels than `most`."""
-        size = sum(self._weight(item, name) for item, name in items)
+    def _open(self, items: Sequence[Item]) -> tuple[bool, Sequence[Item]]:
+        """Pictures decoded; or only their headers read, where those declare more than LIGHT bytes of pixels."""
+        opened = [(self._opened(item, name), name) for item, name in items]
+        size = sum(decoding.weight(item) for item, _ in opened if isinstance(item, decoding.Opened))
         if size > self.limits.decoded:
             raise RequestTooLarge(
                 f"the pictures of a request must have at most {self.limits.decoded:,} bytes of pixels "
                 f"(width × height × bytes per pixel), got {size:,}"
             )
-        if size > most:
-            return []
-        decoded = self.gallery.decode([item for item, _ in items], [name or "" for _, name in items])
-        return [(pixels, name) for pixels, (_, name) in zip(decoded, items, strict=True)]
+        return (True, self._decode(opened)) if size <= LIGHT else (False, opened)
 
-    def _weight(self, item: Any, name: str | None) -> int:
+    def _opened(self, item: Any, name: str | None) -> Any:
         try:
-            return decoding.weight(item, self.limits.pixels) if isinstance(item, bytes) else 0
+            return decoding.opened(item, self.limits.pixels) if isinstance(item, bytes) else item
         except UnreadablePicture as error:
             raise ValueError(f"{name or 'the picture'} {error}") from None
+
+    def _decode(self, items: Sequence[Item]) -> Sequence[Item]:
+        decoded = self.gallery.decode([item for item, _ in items], [name or "" for _, name in items])
+        return [(pixels, name) for pixels, (_, name) in zip(decoded, items, strict=True)]
 
     def _encode(self, items: list[Item]) -> list[Any]:
         """Each item encoded, or its error; if the call fails as a whole, every item is tried by itself."""
