@@ -18,7 +18,7 @@ import pytest
 
 from nearkin.gallery import Gallery, StoreUnavailable
 from nearkin.gallery.schema import unit
-from nearkin.gallery.stores import hnsw, memory_index, repair, sqlite_file
+from nearkin.gallery.stores import hnsw, memory_index, repair, sqlite, sqlite_file
 from nearkin.gallery.stores.matrix import Matrix
 from nearkin.gallery.stores.memory_index import Columns
 
@@ -142,6 +142,53 @@ def test_an_older_copy_that_is_put_back_underneath_is_searched_as_it_is(tmp_path
         assert search_ids(gallery, more[5]) == near(np.concatenate([vectors, more[30:]]), more[5], 300)
         assert {hit.label for hit in gallery.search(more[40], 300, {"label": ["more", "others"]})} == {"others"}
         assert gallery.check().whole
+
+
+@pytest.mark.parametrize("stored", [None, "int8"])
+def test_a_restore_by_sqlite_into_the_open_file_is_noticed(tmp_path, path, vectors, stored):
+    """A row that another program deleted is found once the copy with it is back, and so is a row that another process
+    enrols after a restore under an id that this one knows as another row's."""
+    with Gallery.open(path, timeout=5) as gallery:
+        gallery._store.store_as(stored)
+    backup(path, tmp_path / "copy")
+    new = np.random.default_rng(1).normal(size=(2, 12))
+    with Gallery.open(path, timeout=5) as gallery, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert search_ids(gallery, vectors[6], 1) == [7]
+        execute_elsewhere(path, "DELETE FROM items WHERE id = 7")
+        assert search_ids(gallery, vectors[6], 1) == near(vectors, vectors[6], 1, {7})
+        backup(tmp_path / "copy", path)
+        assert search_ids(gallery, vectors[6], 1) == [7] and gallery.stats()["lost"] == 0
+        gallery.enrol(new[:1], "one")
+        assert search_ids(gallery, new[0], 1) == [201]
+        backup(tmp_path / "copy", path)
+        with Gallery.open(path) as other:
+            other.enrol(new[1:], "other")
+        assert search_ids(gallery, new[1], 1) == [201] and gallery.search(new[1], 1)[0].label == "other"
+        assert search_ids(gallery, new[0]) == near(np.concatenate([vectors, new[1:]]), new[0], 300)
+
+
+def test_the_record_of_changes_is_bounded_and_who_missed_some_reads_all(path, vectors, monkeypatch):
+    monkeypatch.setattr(sqlite, "FEW_CHANGES", 10)
+    monkeypatch.setattr(sqlite_file, "TRANSACTIONS", 20)
+    with Gallery.open(path) as gallery, Gallery.open(path) as late, Gallery.open(path) as close:
+        assert len(search_ids(late, vectors[0])) == len(search_ids(close, vectors[0])) == 200
+        reads = count_loads(close, monkeypatch)
+        for n in range(25):
+            gallery.relabel(list(range(1, 101)), f"round {n}")
+            assert close.search(vectors[0], 1)[0].label == f"round {n}"
+        assert not reads, "who follows does not read all rows"
+        counts = [f"SELECT count(*) FROM {table}" for table in ("changes", "transactions")]
+        with closing(sqlite3.connect(path)) as connection:
+            assert [connection.execute(count).fetchone()[0] for count in counts] == [210, 20]
+        assert late.labels() == close.labels() == gallery.labels() and late.labels()["round 24"] == 100
+
+
+def count_loads(gallery, monkeypatch):
+    """Grows with every reading of all rows."""
+    loads, before = [], gallery._store.index._load
+    monkeypatch.setattr(gallery._store.index, "_load", lambda *words: loads.append(1) or before(*words))
+    return loads
 
 
 def test_another_gallery_that_is_put_there_underneath_is_refused(tmp_path, path, vectors):

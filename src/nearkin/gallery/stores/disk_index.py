@@ -45,6 +45,7 @@ class DiskIndex:
         self._lists: Lists | None = None  # complete with what follows, or None
         self._file: sqlite_file.FileId | None = None
         self._version, self._rows, self._next, self._change = -1, 0, 1, 0
+        self._transaction: sqlite_file.Transaction = (0, None)
         self.dim = 0
         self._word, self._rebuild, self._built = "", False, False
         self._progress: index_build.Progress | None = None
@@ -70,12 +71,14 @@ class DiskIndex:
             self._begin(lists)
             damaged = self._apply_changes(reader, lists, facts)
         self._next, self._change, self._rows, self._version = facts.next_id, facts.changes, facts.rows, version
+        self._transaction = sqlite_file.last_transaction(reader)
         self._lists = lists
         self._exclude_rows(damaged)
         return self
 
     def _continues(self, reader: Any, facts: Facts) -> bool:
         ahead = facts.next_id >= self._next and facts.changes >= self._change
+        ahead = ahead and sqlite_file.follows(reader, self._transaction)
         return ahead and has_changes(reader, self._change, facts.changes)
 
     def _replaced(self) -> bool:

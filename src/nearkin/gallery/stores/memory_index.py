@@ -92,10 +92,12 @@ class LoadedRows:
     next: int = 1  # the first id that is not loaded
     rows: int = 0  # how many there should be
     version: int = -1
+    transaction: sqlite_file.Transaction = (0, None)
 
-    def precedes(self, facts: Facts) -> bool:
+    def precedes(self, reader: Any, facts: Facts) -> bool:
         """Whether the file continued from here; not so after an older copy was restored into it."""
-        return facts.next_id >= self.next and facts.changes >= self.change and facts.dim == self.matrix.dim
+        ahead = facts.next_id >= self.next and facts.changes >= self.change and facts.dim == self.matrix.dim
+        return ahead and sqlite_file.follows(reader, self.transaction)
 
     def append(self, rows: Sequence[Row]) -> None:
         vectors = unpack([row.vector for row in rows], self.matrix.dim)
@@ -156,13 +158,14 @@ class MemoryIndex:
         if loaded is not None and version == loaded.version:
             return loaded.matrix
         facts = facts_of(reader)
-        if loaded is not None and loaded.precedes(facts) and has_changes(reader, loaded.change, facts.changes):
+        if loaded is not None and loaded.precedes(reader, facts) and has_changes(reader, loaded.change, facts.changes):
             damaged = self._apply_changes(reader, loaded, facts)
         else:
             if loaded is not None:
                 self._graph = None
             loaded, damaged = self._load(reader, facts)
         loaded.next, loaded.change, loaded.rows, loaded.version = facts.next_id, facts.changes, facts.rows, version
+        loaded.transaction = sqlite_file.last_transaction(reader)
         loaded.compact()
         self._loaded = loaded
         self.exclude(damaged)

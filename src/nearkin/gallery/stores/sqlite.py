@@ -50,6 +50,7 @@ SCHEMA = (
 MANY = 4096  # rows of a call
 CACHE_MANY, LOG_MANY = 768 << 20, 1 << 30  # bytes
 CACHE_FEW, LOG_FEW = 64 << 20, 4 << 20
+FEW_CHANGES = 1000  # kept beside one for each row
 NOTES = "CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, content TEXT NOT NULL, sum BLOB NOT NULL)"
 
 
@@ -219,7 +220,10 @@ class SqliteStore:
         if ids:
             changes = [(facts.changes + n, i) for n, i in enumerate(ids, 1)]
             writer.executemany("INSERT INTO changes VALUES (?, ?)", changes)
-            self.write_facts(writer, facts.replace(changes=changes[-1][0]))
+            last = changes[-1][0]
+            # Who has missed more of them than there are rows reads all rows again.
+            writer.execute("DELETE FROM changes WHERE seq <= ?", (last - facts.rows - FEW_CHANGES,))
+            self.write_facts(writer, facts.replace(changes=last))
 
     # --- reading
 
@@ -410,7 +414,7 @@ class SqliteStore:
                 before = writer.total_changes
                 yield writer
                 if writer.total_changes != before:
-                    sqlite_file.increment_version(writer)
+                    sqlite_file.count_transaction(writer)
                 writer.execute("COMMIT")
             except BaseException:
                 with suppress(sqlite3.Error):

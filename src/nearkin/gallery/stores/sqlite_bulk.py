@@ -117,7 +117,7 @@ class SqliteLoader:
                 self._connection.executemany("INSERT INTO notes VALUES (?, ?, ?)", rows)
             SqliteStore.write_facts(self._connection, facts)
             self._connection.execute(f"PRAGMA application_id = {sqlite_file.APPLICATION_ID}")
-            sqlite_file.increment_version(self._connection)
+            sqlite_file.count_transaction(self._connection)
             self._connection.execute("COMMIT")
         self.finished = True
 

@@ -4,6 +4,9 @@ SQLite pairs a file with its write-ahead log by their names alone. A log that a 
 still has open, would be applied to whatever file has that name now. So every writing transaction increments SQLite's
 `user_version`, which is in the header of the file and, in the log, in every copy of its first page: a log belongs to a
 file if it continues from the version of the file, or contains it.
+
+SQLite also writes older states into an open file, as a restore. So every writing transaction leaves a random number:
+rows in memory follow a file that has the number of the state they were read in, and are read again from any other.
 """
 
 import os
@@ -16,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import randbelow
+from secrets import randbelow, randbits
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -29,11 +32,14 @@ __all__ = [
     "BATCH",
     "FileId",
     "TimedLock",
+    "Transaction",
     "close",
     "connect",
+    "count_transaction",
     "fetch",
     "file_id",
-    "increment_version",
+    "follows",
+    "last_transaction",
     "look_up",
     "overwritten",
     "page_size",
@@ -52,7 +58,9 @@ BATCH = 4096  # rows read at a time
 MAX_VALUES = 500  # ids or hashes per statement
 # Texts as bytes: they are checked before they are decoded, and SQLite returns them faster so.
 COLUMNS = "id, content, CAST(label AS BLOB), CAST(name AS BLOB), CAST(metadata AS BLOB), vector, sum"
+TRANSACTIONS = 10_000  # of which the numbers are kept; who has missed more reads all rows again
 FileId: TypeAlias = tuple[int, int]
+Transaction: TypeAlias = tuple[int, int | None]  # its number and what was drawn for it
 
 
 # --- connections
@@ -270,10 +278,35 @@ def _decode_text(content: bytes) -> str:
     return content.decode("utf-8", "surrogateescape")
 
 
-def increment_version(writer: Any) -> None:
+def count_transaction(writer: Any) -> None:
     """Once within every transaction that writes: see above."""
     version = writer.execute("PRAGMA user_version").fetchone()[0]
     writer.execute(f"PRAGMA user_version = {(version + 1) % 2**31 or 1 if version else 1 + randbelow(2**30)}")
+    writer.execute("CREATE TABLE IF NOT EXISTS transactions (number INTEGER PRIMARY KEY, random INTEGER NOT NULL)")
+    number = last_transaction(writer)[0] + 1
+    writer.execute("INSERT INTO transactions VALUES (?, ?)", (number, randbits(62)))
+    writer.execute("DELETE FROM transactions WHERE number <= ?", (number - TRANSACTIONS,))
+
+
+def last_transaction(reader: Any) -> Transaction:
+    """(0, None) in a file of an earlier version, before its next transaction."""
+    if not reader.execute("SELECT 1 FROM sqlite_master WHERE name = 'transactions'").fetchone():
+        return 0, None
+    last = reader.execute("SELECT number, random FROM transactions ORDER BY number DESC LIMIT 1").fetchone()
+    return last or (0, None)
+
+
+def follows(reader: Any, seen: Transaction) -> bool:
+    """Whether the file came, by transactions of ours alone, from the state in which `seen` was the last one.
+
+    The caller has found that the file changed. It did by another program where no transaction is new.
+    """
+    number, random = seen
+    now = last_transaction(reader)
+    if now == seen or not now[0]:
+        return False
+    row = reader.execute("SELECT random FROM transactions WHERE number = ?", (number,)).fetchone()
+    return bool(row == (None if random is None else (random,)))
 
 
 @contextmanager
