@@ -73,12 +73,24 @@ class Enrolled(NamedTuple):
 class Gallery:
     """Open it with `Gallery.open`. Threads may share it, and other processes see what it writes."""
 
-    def __init__(self, store: Store, facts: Facts, encoding: Encoding | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        facts: Facts,
+        encoding: Encoding | None,
+        device: str = "auto",
+        max_pixels: int = decoding.MAX_PIXELS,
+    ) -> None:
         self._store, self._encoding = store, encoding
+        self._device, self._max_pixels = device, max_pixels
         self._calibrator: Calibrator | None = None
         self._learned: Recognition | None = None
         self._labels = LabelScorer(store)
-        self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
+        if facts.run is None:
+            self._note = "vectors of an unknown encoder have no calibration, so there is only a similarity"
+        else:
+            again = store.where if is_encoder_name(facts.run) else facts.run
+            self._note = f"not calibrated, so there is only a similarity: nearkin gallery calibrate {again}"
         self._use(facts, encoding)
 
     def _use(self, facts: Facts, encoding: Encoding | None) -> None:
@@ -113,17 +125,18 @@ class Gallery:
     ) -> "Gallery":
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
-        run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"); without
-        it the gallery takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was trained
-        for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
-        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused,
-        unless the run was trained to be compatible with that one: then it can be searched.
+        run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"). Without
+        it a gallery that exists finds the encoder that it was made with when the first picture comes, and vectors are
+        embeddings; a new one takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was
+        trained for, the full one by default. A gallery that exists has its length, which the encoder takes. create:
+        make it if it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder
+        is refused, unless the run was trained to be compatible with that one: then it can be searched.
         stored: of a new gallery in a file, the form of its search index on the disk, for more rows than memory has room
         for: "float32", "int8", "binary" or "short:N" (the first N dimensions); by default the rows are in memory.
         """
         store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels, stored)
         try:
-            return cls(store, facts, encoding)
+            return cls(store, facts, encoding, device, max_pixels)
         except BaseException:  # a damaged calibration
             store.close()
             raise
@@ -310,7 +323,7 @@ class Gallery:
         }
         itself = next(iter(same)) if len(same) == 1 else None
         if learned is None or not nearest:
-            answer = answers.by_pairs(nearest, note, asked, self._calibrator, itself)
+            answer = answers.by_pairs(nearest, note, asked, self._of_pairs(), itself)
             if answer.similarity is None and hits:
                 answer = answer._replace(similarity=hits[0].similarity)
             return answer._replace(quality=seen.quality), hits[:k]
@@ -328,7 +341,8 @@ class Gallery:
             raise ValueError(f"verify takes two items, got {len(first)} and {len(second)}")
         left, right = self.see([first[0], second[0]])
         assert left is not None and right is not None
-        return results.verify_items(self._calibrator, self._note, left, right, far)
+        calibrator = self._of_pairs()
+        return results.verify_items(calibrator, "" if calibrator else self._note, left, right, far)
 
     def explain(self, item: Any, id: int, pictures: Sequence[tuple[Any, str]] | None = None) -> Matched:
         """Which part of a picture and of a row matched: a heat map over each, whose sum is the similarity.
@@ -337,10 +351,11 @@ class Gallery:
         enrolled; else its thumbnail, and `note` says so. pictures: those of `row_pictures` and their sources, as
         `decode` returns them.
         """
-        matched_parts.check_takes_pictures(self._encoding)
-        assert self._encoding is not None
+        encoding = self._encoder()
+        matched_parts.check_takes_pictures(encoding)
+        assert encoding is not None
         (decoded,) = self.decode([item])
-        return matched_parts.explain_row(self._encoding, self._store, decoded, _checked_ids(id)[0], pictures)
+        return matched_parts.explain_row(encoding, self._store, decoded, _checked_ids(id)[0], pictures)
 
     def row_pictures(self, id: int) -> list[RowPicture]:
         """The files from which the picture of a row can be read, the best first; a `NoPicture` where there is none."""
@@ -452,7 +467,9 @@ class Gallery:
     # --- internal
 
     def _hash(self, items: Any, names: Sequence[str] | None = None) -> list[Seen | RawItem]:
-        hashed = item_inputs.hash_items(item_inputs.as_list(items), self._encoding, self.dim)
+        item_list = item_inputs.as_list(items)
+        encoding = self._encoding if all(map(item_inputs.is_encoded, item_list)) else self._encoder()
+        hashed = item_inputs.hash_items(item_list, encoding, self.dim)
         all_names = _per_item("names", names, len(hashed), str | None)
         return [
             item if name is None else item._replace(name=name) for item, name in zip(hashed, all_names, strict=True)
@@ -514,9 +531,23 @@ class Gallery:
             raise StoreUnavailable(f"{self._store.where}: was upgraded to another encoder; open it again with its run")
         self._use(facts, encoding)
 
+    def _encoder(self) -> Encoding | None:
+        """The encoder; of a gallery that was opened without one, that of its rows, looked for when it is needed."""
+        if self._encoding is None and self.fingerprint is not None:
+            facts = self._facts()
+            encoding = opening.own_encoding(self._store, facts, self._device, self._max_pixels)
+            if not encoding.takes_pictures:  # opened without it, the gallery takes vectors for embeddings
+                raise ValueError(
+                    f"{self._store.where}: its encoder takes vectors of {encoding.info.preparation['features']} "
+                    f"numbers; open it with run=RUN to encode them"
+                )
+            self._use(facts, encoding)
+        return self._encoding
+
     def check_source_kind(self, vectors: bool, source: str) -> None:
         """Raises where a source has vectors and the encoder takes pictures, or the reverse."""
-        if self._encoding is not None and self._encoding.takes_pictures == vectors:
+        encoding = self._encoder()
+        if encoding is not None and encoding.takes_pictures == vectors:
             kind = "pictures" if vectors else "vectors"
             raise ValueError(f"{source}: the run's encoder takes {kind}, the source has the other kind")
 
@@ -616,6 +647,10 @@ class Gallery:
         """Records a source that is enrolled from; the message about another encoder names it."""
         self._store.add([], True, [source])
 
+    def _of_pairs(self) -> Calibrator | None:
+        """The calibration of pairs; looked for where the encoder was not yet."""
+        return self._calibrator if self._encoding is not None else self._calibrator_of(self._facts())
+
     def _calibrator_of(self, facts: Facts) -> Calibrator | None:
         """The calibration of a gallery that is opened without its encoder, if it exists and is of that encoder."""
         if facts.run is None or facts.fingerprint is None:
@@ -631,13 +666,10 @@ class Gallery:
             return None
 
     def _check_writable(self) -> None:
-        if self.fingerprint is not None and self._encoding is None:
+        encoding = self._encoder()
+        if encoding is not None and encoding.info.fingerprint != self.fingerprint:
             raise ValueError(
-                f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
-            )
-        if self._encoding is not None and self._encoding.info.fingerprint != self.fingerprint:
-            raise ValueError(
-                f"{self._store.where}: {self._encoding.info.shown} is compatible with the encoder of its rows: it can "
+                f"{self._store.where}: {encoding.info.shown} is compatible with the encoder of its rows: it can "
                 f"search them, not enrol among them"
             )
 
