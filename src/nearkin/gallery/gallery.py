@@ -397,10 +397,11 @@ class Gallery:
     # --- maintenance
 
     def stats(self) -> dict[str, Any]:
-        """Size, encoder, calibration, index and damage, as JSON has it."""
+        """Size, encoder, calibration, what was learned from its labels, index and damage, as JSON has it."""
         facts, counts = self._store.facts(), self._store.counts()
         assert facts is not None
         calibrator = self._calibrator or self._calibrator_of(facts)
+        learned = recognition.load(self._store, facts)
         return {
             "place": self._store.where,
             "store": self._store.kind,
@@ -417,6 +418,7 @@ class Gallery:
             **getattr(self._store, "index_figures", {}),
             "damaged": sorted(self._store.damaged),
             "lost": self._store.lost,
+            "learned": None if learned is None else recognition.described(learned),
             "bridged": self._store.encoders() if bridge_note.load(self._store, facts) is not None else {},
         }
 
@@ -560,18 +562,21 @@ class Gallery:
 
         items, labels: photographs of another day, under the labels that they have in the gallery, or others for
         strangers. They are asked in place of the gallery's own rows, which resemble each other more than new ones do.
-        Returns what was learned, as JSON has it.
+        Returns what was learned, as JSON has it; "enrolled": how many of the items are, and are asked less their rows.
         """
-        facts, asked = self._facts(), None
-        if items is not None:
-            seen = [one for one in self.see(items, unreadable=[]) if one is not None]
-            asked = (
-                np.stack([one.vector for one in seen]),
-                _per_item("labels", labels, len(seen), str),
-                [0] * len(seen),
-            )
+        if items is None:
+            return self._calibrate(recognition.OWN_LABELS) | {"enrolled": 0}
+        item_list = item_inputs.as_list(items)
+        all_labels = [check_label(label) for label in _per_item("labels", labels, len(item_list), str)]
+        recognition.check_labels(all_labels, self.labels())
+        seen = [one for one in self.see(item_list) if one is not None]
+        asked = recognition.other_day(self._store, seen, all_labels)
+        enrolled = {"enrolled": sum(id > 0 for id in asked.ids)}
+        return self._calibrate(asked.described(set(self.labels())), asked) | enrolled
+
+    def _calibrate(self, of: str, asked: recognition.OtherDay | None = None) -> dict[str, Any]:
+        facts = self._facts()
         bridges = bridge_note.load(self._store, facts)
-        of = "its own labels" if asked is None else f"{len(asked[1]):,} items of another day"
         learned = recognition.learn_gallery(self._store, facts, None if bridges is None else bridges.scales, asked, of)
         recognition.save(self._store, learned)
         self._learned = recognition.load(self._store, facts) or learned  # as every other process reads it
@@ -595,10 +600,22 @@ class Gallery:
         if self.calibration_is_current:
             return ""
         try:
-            self.calibrate()
+            return self._calibrate_again()
         except ValueError as error:
             return f"nothing is learned from its labels: {error}"
-        return ""
+
+    def _calibrate_again(self) -> str:
+        """By the gallery's own labels, as its rows have changed; returns a sentence where it knew more before."""
+        before = recognition.load(self._store, self._facts())
+        known = before is None or before.of == recognition.OWN_LABELS
+        self._calibrate(recognition.OWN_LABELS if known else recognition.OUTDATED)
+        return self._outdated()
+
+    def _outdated(self) -> str:
+        if self._learned is None or self._learned.of != recognition.OUTDATED:
+            return ""
+        again = f"nearkin gallery calibrate {self._store.where} --with FOLDER"
+        return f"learned from {recognition.OUTDATED}: {again} renews it"
 
     def _recognition(self) -> tuple[Recognition | None, str]:
         """What the gallery has learned of itself, and a sentence on what is wrong with it; learned at once where there
@@ -614,10 +631,10 @@ class Gallery:
         share = 1.0 if self._learned is None else self._learned.changed(facts)
         if share >= recognition.CHANGED and facts.rows * facts.dim <= AT_ONCE:
             try:
-                self.calibrate()
+                self._calibrate_again()
             except (ValueError, OSError, TimeoutError) as error:  # too few labels, or a gallery that cannot be written
                 return self._learned, f"nothing is learned from its labels yet: {error}"
-            return self._learned, ""
+            return self._learned, self._outdated()
         if self._learned is None:
             return (
                 None,
@@ -628,7 +645,7 @@ class Gallery:
                 f"{share:.0%} of the rows have changed since it was calibrated on {self._learned.date}: "
                 f"nearkin gallery calibrate {self._store.where}"
             )
-        return self._learned, ""
+        return self._learned, self._outdated()
 
     def _facts(self) -> Facts:
         facts = self._store.facts()
