@@ -219,7 +219,9 @@ def test_the_same_verbs_on_postgres():
         (["gallery", "export", "birds.gallery", "--out", "x.txt"], "must end in .jsonl"),
         (["gallery", "calibrate", "photos"], "not a finished run"),
         (["gallery", "calibrate", "photos", "--with", "photos"], "--with is for a gallery, and this is none"),
-        (["gallery", "calibrate", "birds.gallery", "--part", "val"], "--part and --dim are for a run, got a gallery"),
+        (["gallery", "calibrate", "birds.gallery", "--part", "val"], "birds.gallery: is a gallery: leave --part out"),
+        (["gallery", "calibrate", "birds.gallery", "--leaf-classes"], "for --with FOLDER: leave --leaf-classes out"),
+        (["gallery", "calibrate", "birds.gallery", "--allow-outside"], "for --with FOLDER: leave --allow-outside out"),
         (["gallery", "calibrate", "birds.gallery", "--with", "phtos"], 'did you mean "photos"?'),
         (["gallery", "calibrate", "birds.gallery", "--with", "flat"], "its 1 images are in no class folder"),
         (

@@ -40,6 +40,8 @@ def calibrate(
         ),
     ] = None,
     dim: options.DimOption = None,
+    split_folders: options.SplitFoldersOption = None,
+    leaf_classes: options.LeafClassesFlag = False,
     allow_outside: options.AllowOutsideFlag = False,
     own_source: options.OwnSourceOption = None,
     device: options.DeviceOption = options.Device.auto,
@@ -59,32 +61,41 @@ def calibrate(
     with one_sentence():
         from nearkin import gallery as room
 
-        if "://" in place or Path(place).is_file():
-            of_run = {"--part": part, "--dim": dim, "--source": own_source}
-            if given := [name for name, value in of_run.items() if value is not None]:
-                raise ValueError(f"{shown(place)}: {', '.join(given)}: for a run, got a gallery")
-            with opened_gallery(place, device=device) as opened:
-                if with_ is None:
-                    learned = opened.calibrate() | {"unreadable": []}
-                else:
-                    with plain_bar("embedding") as progress:
-                        learned = room.calibrate_with(opened, with_, progress=progress)
-        else:
-            if with_ is not None:
-                raise ValueError(f"{place}: --with is for a gallery, and this is none")
+        is_gallery = "://" in place or Path(place).is_file()
+        of_run = {"--part": part, "--dim": dim, "--source": own_source}
+        of_folder = {"--split-folders": split_folders, "--leaf-classes": leaf_classes or None}
+        of_folder |= {"--allow-outside": allow_outside or None} if is_gallery else {}
+        if is_gallery:
+            _refuse(of_run, f"{shown(place)}: is a gallery")
+        elif with_ is not None:
+            raise ValueError(f"{place}: --with is for a gallery, and this is none")
+        if with_ is None:
+            _refuse(of_folder, "for --with FOLDER")
+        reading = options.reading(split_folders, leaf_classes, allow_outside, own_source)
+        if not is_gallery:
             part = part or "val"
             with plain_bar("embedding") as progress:
-                reading = options.reading(allow_outside=allow_outside, own_source=own_source)
                 pairs = room.calibrate(
                     place, part=part, dim=dim, device=device.value, progress=progress, reading=reading
                 )
-    document = {"calibrated": shown(place)} | (learned if part is None else {"part": part} | pairs)
+        else:
+            with opened_gallery(place, device=device) as opened, plain_bar("learning") as progress:
+                if with_ is None:
+                    learned = opened.calibrate() | {"unreadable": []}
+                else:
+                    learned = room.calibrate_with(opened, with_, reading=reading, progress=progress)
+    document = {"calibrated": shown(place)} | (learned if is_gallery else {"part": part} | pairs)
     if json or quiet:
         print_result("", document)
-    elif part is None:
+    elif is_gallery:
         _print_learned(document)
     else:
-        _print_pairs(document, f"{document['calibrated']}: calibrated", part)
+        _print_pairs(document, f"{document['calibrated']}: calibrated", str(part))
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"{why}: leave {', '.join(names)} out")
 
 
 def _print_learned(learned: dict[str, Any]) -> None:

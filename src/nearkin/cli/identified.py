@@ -134,7 +134,7 @@ def _summary(rows: "Sequence[Answered]") -> str:
 def _print_promise(rows: "Sequence[Answered]") -> None:
     """What holds for all answers: the share of strangers that are named, and notes."""
     answers = [row.answer for row in rows if row.answer is not None]
-    for line in dict.fromkeys(_strangers(answer.far) for answer in answers if answer.far is not None):
+    for line in dict.fromkeys(_strangers(answer.far) for answer in answers if answer.far and answer.far.classes):
         echo(line)
     for note in dict.fromkeys(answer.note for answer in answers):
         print_note(note)

@@ -119,6 +119,7 @@ def identify(
     out: Annotated[
         Path | None, typer.Option(help="Write a row per file, to a .csv or .jsonl file.", metavar="FILE")
     ] = None,
+    allow_outside: options.AllowOutsideFlag = False,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
     quiet: options.QuietFlag = False,
@@ -140,7 +141,7 @@ def identify(
         identified.check_out(out)
         asked, conditions = Asked(far_query, unknown_prior, sure, strict), _filter(filter)
         asked.check()
-        items = _source(item)
+        items = _source(item, allow_outside)
         with _gallery_with_encoder(gallery, run, device) as opened:
             if items is None:
                 rows = [asking.answered(opened, item, _item(item), conditions, asked)]
@@ -263,16 +264,15 @@ def _gallery_with_encoder(place: str, run: str | None, device: options.Device) -
         yield opened
 
 
-def _source(text: str) -> "Items | None":
+def _source(text: str, allow_outside: bool) -> "Items | None":
     """The items of a folder, an archive, a table or a file of vectors; None for a single one."""
-    from nearkin import data
-    from nearkin.data import groups
     from nearkin.data.sources import FILES
+    from nearkin.gallery import asking
 
     one = Path(text).suffix.lower() not in set(FILES) - {".npy"}
     if one and not (text and Path(text).is_dir()):
         return None
-    return data.load(text, labelled=False, group_column=groups.UNUSED)
+    return asking.load_unlabelled(text, options.reading(allow_outside=allow_outside))
 
 
 def _item(text: str) -> Any:

@@ -10,6 +10,7 @@ from nearkin import data
 from nearkin.core.errors import EncoderChanged
 from nearkin.data import groups
 from nearkin.data.item_set import Items
+from nearkin.data.sources import AS_BEFORE, PLAIN
 from nearkin.evaluation.recognition import ITEMS, NEAREST
 from nearkin.gallery import answers
 from nearkin.gallery.answers import Asked, Identity
@@ -17,6 +18,7 @@ from nearkin.gallery.gallery import Gallery
 from nearkin.gallery.items import Seen
 
 __all__ = ["Answered", "answered", "calibrate_with", "identify_items", "identify_source"]
+__all__ += ["load_unlabelled"]
 
 STEP = 64  # items that are encoded together
 
@@ -42,17 +44,24 @@ def identify_source(
     unknown_prior: float = answers.PRIOR,
     sure: float = answers.SURE,
     strict: bool = False,
+    reading: data.Reading = PLAIN,
     progress: Progress | None = None,
 ) -> Iterator[Answered]:
     """`Gallery.identify` for every item of a source, in its order: a folder of pictures, or what `data.load` reads.
 
-    Items are encoded together; one that cannot be read is an answer too. progress: called with how many are answered,
-    and how many there are.
+    Items are encoded together; one that cannot be read is an answer too. reading: how the files are read, see
+    `data.load`; folders are no classes here. progress: called with how many are answered, and how many there are.
     """
     asked = Asked(far, unknown_prior, sure, strict)
     asked.check()
-    items = data.load(source, labelled=False, group_column=groups.UNUSED)
+    items = load_unlabelled(source, reading)
     yield from identify_items(gallery, source, items, filter, asked, progress)
+
+
+def load_unlabelled(source: str | Path, reading: data.Reading) -> Items:
+    """Every item of a source, whatever its folders are called."""
+    options = {**reading.for_load(), "split_folders": AS_BEFORE, "leaf_classes": False}
+    return data.load(source, labelled=False, group_column=groups.UNUSED, **options)
 
 
 def identify_items(
@@ -78,12 +87,17 @@ def identify_items(
 
 
 def calibrate_with(
-    gallery: Gallery, source: str | Path, *, seed: int = 0, progress: Progress | None = None
+    gallery: Gallery,
+    source: str | Path,
+    *,
+    reading: data.Reading = PLAIN,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """`Gallery.calibrate` with photographs of another day, in a folder per label; a folder of another name is a
     stranger's. Of more than 4,000 as many are drawn by the seed. "unreadable" has a sentence for each that was left
-    out."""
-    items = data.load(source, group_column=groups.UNUSED)
+    out. reading: how the files are read, see `data.load`."""
+    items = data.load(source, group_column=groups.UNUSED, **reading.for_load())
     if items.labels is None or not items.classes:
         raise ValueError(f"{source}: has no class labels; photographs of another day need a folder per label")
     _check_kind(gallery, items, source)
