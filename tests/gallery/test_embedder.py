@@ -61,8 +61,11 @@ def test_a_run_is_opened_by_its_folder(place):
     encoder = nearkin.open(place / "run")
     assert encoder.dim == 4 and encoder.embed("photos/class1/0.png").shape == (1, 4)
     with encoder.enrol("photos", "own.gallery") as gallery:
-        assert gallery.stats()["rows"] == 28 and not gallery.stats()["calibrated"]
-        assert "calibration.json" in gallery.identify("photos/class1/0.png").note, "a run has its own calibration"
+        stats = gallery.stats()
+        assert stats["rows"] == 28 and stats["learned"]["labels"] == 7, "it has learned from its labels, as any other"
+        assert gallery.identify("photos/class1/0.png").label == "class1" and not stats["calibrated"]
+        same = gallery.verify("photos/class1/0.png", "photos/class2/0.png")
+        assert "calibration.json" in same.note, "what pairs mean is the run's"
     with pytest.raises(ValueError, match="was made with another encoder"):
         nearkin.open("hf:vit").gallery("own.gallery")
 

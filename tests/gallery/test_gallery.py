@@ -313,10 +313,6 @@ def test_another_encoder_is_refused_with_the_way_out(place, run, tmp_path):
         Gallery.open(place, other)
     with Gallery.open(place) as gallery:  # can be read without an encoder
         assert gallery.stats()["rows"] == 1 and gallery.search(np.ones(8))[0].label == "a"
-        with pytest.raises(ValueError, match="open it with run=RUN to enrol more"):
-            gallery.enrol(np.ones(8), "b")
-        with pytest.raises(ValueError, match="needs an encoder"):
-            gallery.search(np.zeros((4, 4), np.uint8))
     description = json.loads((run / "encoder.json").read_text())
     description["preparation"]["fit"] = "pad"  # the same weights, another preparation
     moved = tmp_path / "moved"
@@ -403,7 +399,7 @@ def test_an_empty_gallery_of_vectors_takes_an_encoder_a_full_one_does_not(place,
         (lambda g, v: g.enrol(v, "a", 3), "metadata must be one for all items"),
         (lambda g, v: g.enrol(v[0], "a", {"x": {1, 2}}), "plain JSON values"),
         (lambda g, v: g.enrol(object(), "a"), "items must be paths, pictures"),
-        (lambda g, v: g.enrol("x.png", "a"), "x.png needs an encoder"),
+        (lambda g, v: g.enrol("x.png", "a"), "x.png needs an encoder, and the gallery has none"),
         (lambda g, v: g.search(v), "item must be one item, got 200"),
         (lambda g, v: g.search(v[0], 0), "k must be >= 1, got 0"),
         (lambda g, v: g.search(v[0], 2.5), "k must be a whole number"),

@@ -173,7 +173,7 @@ def test_an_encoder_of_vectors_is_refused(tmp_path):
 def test_a_gallery_without_an_encoder_is_refused(tmp_path):
     with Gallery.open(tmp_path / "v.gallery", dim=4) as opened:
         opened.enrol(np.eye(4)[:1], "a")
-        with pytest.raises(ValueError, match="explain needs an encoder: open the gallery with run=RUN"):
+        with pytest.raises(ValueError, match="explain needs an encoder, and the gallery has none"):
             opened.explain(file_of(1), 1)
 
 

@@ -2,7 +2,7 @@
 
 # In the order in which --help lists the verbs.
 from nearkin.cli import train, compare, evaluate, embed, enrol, photo_groups, queries, gallery_admin  # isort: skip
-from nearkin.cli import gallery_backup, gallery_upgrade, serve, runs, listing  # isort: skip
+from nearkin.cli import gallery_calibrate, gallery_backup, gallery_upgrade, serve, runs, listing  # isort: skip
 from nearkin.cli.screen import app, main
 from nearkin.cli.verb import group_verbs
 
@@ -16,6 +16,7 @@ __all__ = [
     "evaluate",
     "gallery_admin",
     "gallery_backup",
+    "gallery_calibrate",
     "gallery_upgrade",
     "listing",
     "main",

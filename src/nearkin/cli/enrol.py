@@ -41,8 +41,8 @@ def enrol(
 ) -> None:
     """Enrol a source in a gallery, which is created if needed. Items that are enrolled already are skipped.
 
-    It can be interrupted at any time: enrolled items stay, and the same command resumes. With an encoder's name the
-    gallery is calibrated by its own labels, and pictures without class folders are enrolled without a label.
+    It can be interrupted at any time: enrolled items stay, and the same command resumes. At the end the gallery learns
+    from its labels who is who. With an encoder's name, pictures without class folders are enrolled without a label.
 
     Examples:
 
@@ -77,8 +77,9 @@ def enrol(
             if isinstance(opened, room.Gallery):
                 with plain_bar("indexing", quiet) as progress:
                     opened.warm(progress)
-                rows = opened.stats()["rows"]
-                note = opened.calibrate_if_changed() if frozen else ""
+                with plain_bar("learning from its labels", quiet):
+                    note = opened.calibrate_if_changed()
+                stats = opened.stats()
     if not first(group):
         return
     for line in result.unreadable[:10]:
@@ -87,8 +88,10 @@ def enrol(
     skipped = f", {len(result.unreadable):,} unreadable" if result.unreadable else ""
     counts = f"{result.added:,} enrolled, {result.known:,} already enrolled{relabelled}{skipped}"
     document = {"gallery": shown(gallery), "enrolled": result.added, "already_enrolled": result.known}
-    document |= {"kept_label": result.kept, "unreadable": result.unreadable, "rows": rows, "note": note or None}
-    print_result(f"{shown(gallery)}: {counts}; {rows:,} in all", document)
+    rows, learned = stats["rows"], stats["learned"]
+    document |= {"kept_label": result.kept, "unreadable": result.unreadable, "rows": rows, "learned": learned}
+    knows = "" if learned is None else f"; learned who is who from {learned['labels']:,} labels"
+    print_result(f"{shown(gallery)}: {counts}; {rows:,} in all{knows}", document | {"note": note or None})
     print_note(note)
 
 

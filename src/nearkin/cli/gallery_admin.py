@@ -1,7 +1,7 @@
-"""`nearkin gallery …`: statistics, export, index, check and calibration; and what the verbs on galleries share."""
+"""`nearkin gallery …`: statistics, export, index and check; and what the verbs on galleries share."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nearkin.cli import options
-from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_result, print_table
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_result, print_table
 from nearkin.cli.verb import App, Verbs
 
 if TYPE_CHECKING:
     from nearkin.gallery import Gallery
 
-__all__ = ["GalleryArgument", "opened_gallery", "verbs", "warnings_as_notes"]
+__all__ = ["GalleryArgument", "opened_gallery", "shown", "verbs", "warnings_as_notes"]
 
 GalleryArgument = Annotated[str, typer.Argument(help="A file, or postgresql://…", metavar="G", show_default=False)]
 
@@ -37,6 +37,9 @@ def stats(gallery: GalleryArgument, json: options.JsonFlag = False, quiet: optio
         print_json(figures)
         return
     figures["largest"] = ", ".join(f"{label} {count:,}" for label, count in figures["largest"].items())
+    if (learned := figures["learned"]) is not None:
+        figures["learned"] = f"{learned['items']:,} items of {learned['labels']:,} labels, on {learned['date']}, from "
+        figures["learned"] += learned["of"]
     bridged = [f"{count:,} rows of encoder {mark}" for mark, count in figures["bridged"].items()]
     figures["bridged"] = ", ".join(bridged)
     texts = {key: ", ".join(map(str, x)) if isinstance(x, list) else str(x) for key, x in figures.items()}
@@ -149,78 +152,6 @@ def check(
         raise typer.Exit(1)
 
 
-@verbs.command(no_args_is_help=True)
-def calibrate(
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="The folder of a run; or a gallery of a frozen encoder, which is calibrated by its own labels.",
-            metavar="RUN|G",
-            show_default=False,
-        ),
-    ],
-    part: Annotated[
-        str | None,
-        typer.Option(
-            help="Part of a run's source whose pairs are used: val, or test if val has few classes.",
-            metavar="PART",
-            show_default="val",
-        ),
-    ] = None,
-    dim: options.DimOption = None,
-    allow_outside: options.AllowOutsideFlag = False,
-    own_source: options.OwnSourceOption = None,
-    device: options.DeviceOption = options.Device.auto,
-    quiet: options.SilentFlag = False,
-    json: options.JsonFlag = False,
-) -> None:
-    """Calibrate similarities, so that `identify` and `verify` give probabilities.
-
-    Examples:
-
-      nearkin gallery calibrate runs/birds
-
-      nearkin gallery calibrate photos.gallery
-    """
-    with one_sentence():
-        from nearkin import gallery as room
-
-        if "://" in run or Path(run).is_file():
-            of_run = {"--part": part, "--dim": dim, "--allow-outside": allow_outside or None, "--source": own_source}
-            if given := [name for name, value in of_run.items() if value is not None]:
-                raise ValueError(f"{shown(run)}: {', '.join(given)}: for a run, got a gallery")
-            with opened_gallery(run) as opened:
-                calibration, part = opened.calibrate(), "its own"
-        else:
-            part = part or "val"
-            with plain_bar("embedding") as progress:
-                reading = options.reading(allow_outside=allow_outside, own_source=own_source)
-                calibration = room.calibrate(
-                    run, part=part, dim=dim, device=device.value, progress=progress, reading=reading
-                )
-    if json or quiet:
-        print_result("", {"calibrated": shown(run), "part": part} | calibration)
-        return
-    echo(
-        f"{shown(run)}: calibrated on {calibration['classes']:,} classes of {part}, {calibration['genuine']:,} pairs "
-        f"of the same class and {calibration['impostors']:,} of different ones; calibration error "
-        f"{calibration['error']:.3f}"
-    )
-    rows = [
-        (
-            f"{point['far']:g}",
-            f"{point['threshold']:.4f}",
-            _share(point["measured_far"], point["far_interval"]),
-            _share(point["tar"], point["tar_interval"]),
-            f"{point['classes']:,}",
-        )
-        for point in calibration["operating_points"]
-    ]
-    names = ("FAR (per pair)", "threshold", "measured FAR", "TAR", "classes")
-    print_table(names, rows, "no FAR can be guaranteed")
-    print_note(calibration["note"])
-
-
 @contextmanager
 def opened_gallery(
     place: str,
@@ -249,10 +180,6 @@ def warnings_as_notes() -> Iterator[None]:
         finally:
             for message in dict.fromkeys(str(warning.message) for warning in caught):
                 echo(f"note: {message}", err=True)
-
-
-def _share(value: float, interval: Sequence[float]) -> str:
-    return f"{value:.3g} ({interval[0]:.2g}–{interval[1]:.2g})"
 
 
 def _largest(counts: dict[str, int]) -> dict[str, int]:

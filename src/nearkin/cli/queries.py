@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nearkin.cli import options
+from nearkin.cli import identified, options
 from nearkin.cli.gallery_admin import opened_gallery
-from nearkin.cli.screen import app, echo, one_sentence, print_json, print_note, print_table
+from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, print_note, print_table
 
 if TYPE_CHECKING:
+    from nearkin.data.item_set import Items
     from nearkin.gallery import Gallery
 
 _OtherRun = Annotated[
@@ -34,8 +35,9 @@ _FarPair = Annotated[
 _FarQuery = Annotated[
     float | None,
     typer.Option(
-        help="Maximum false-accept rate (FAR), per query: of unknown items identified as an enrolled label.",
-        show_default="none: the more probable answer is given",
+        "--far",
+        help="Share of strangers that may be named, as expected (FAR per query); its threshold alone decides then.",
+        show_default="none: the probabilities decide",
     ),
 ]
 _Filter = Annotated[
@@ -43,8 +45,6 @@ _Filter = Annotated[
     typer.Option("--filter", help="label=heron, or a key of the metadata; may be repeated.", metavar="KEY=VALUE"),
 ]
 _Item = Annotated[str, typer.Argument(help="An image, or an .npy with one vector.", metavar="ITEM", show_default=False)]
-
-CANDIDATES = 3  # labels shown with "unknown"
 
 
 @app.command(no_args_is_help=True)
@@ -96,43 +96,68 @@ def search(
 
 @app.command(no_args_is_help=True)
 def identify(
-    item: _Item,
+    item: Annotated[
+        str,
+        typer.Argument(
+            help="An image, or an .npy with one vector; or a folder of images, or another source as of `enrol`.",
+            metavar="ITEM|FOLDER",
+            show_default=False,
+        ),
+    ],
     gallery: options.GalleryOption,
     run: _OtherRun = None,
-    far: _FarQuery = None,
+    far_query: _FarQuery = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="--far as a bound with 95 % confidence; refused if the labels are too few.")
+    ] = False,
+    unknown_prior: Annotated[
+        float, typer.Option(help="Share of strangers among what you ask; moves probabilities, not --far.")
+    ] = 0.3,
+    sure: Annotated[float, typer.Option(help="Probability from which on it is named, or called unknown.")] = 0.7,
     filter: _Filter = None,
+    review: Annotated[bool, typer.Option("--review", help="Of a folder: list the unsure ones first.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a row per file, to a .csv or .jsonl file.", metavar="FILE")
+    ] = None,
+    allow_outside: options.AllowOutsideFlag = False,
     device: options.DeviceOption = options.Device.auto,
     json: options.JsonFlag = False,
     quiet: options.QuietFlag = False,
 ) -> None:
-    """Identify an item: its label with a confidence, or unknown.
+    """Say who it is: named, unsure or unknown, always with the best candidate and its probability.
 
-    Example:
+    Examples:
 
       nearkin identify new.jpg --gallery birds.gallery
+
+      nearkin identify new-photos/ --gallery birds.gallery --review --out rows.csv
+
+      nearkin identify new.jpg --gallery birds.gallery --far 0.05
     """
-    with one_sentence(), _gallery_with_encoder(gallery, run, device) as opened:
-        answer = opened.identify(_item(item), far=far, filter=_filter(filter))
-    if json:
-        print_json(answer._asdict() | {"candidates": [candidate._asdict() for candidate in answer.candidates]})
+    with one_sentence():
+        from nearkin.gallery import asking
+        from nearkin.gallery.answers import Asked
+
+        identified.check_out(out)
+        asked, conditions = Asked(far_query, unknown_prior, sure, strict), _filter(filter)
+        asked.check()
+        items = _source(item, allow_outside)
+        with _gallery_with_encoder(gallery, run, device) as opened:
+            if items is None:
+                rows = [asking.answered(opened, item, _item(item), conditions, asked)]
+            else:
+                with plain_bar("identifying", quiet) as progress:
+                    together = asking.identify_items(opened, item, items, conditions, asked, progress)
+                    rows = list(together)
+        if review:
+            rows = identified.in_review(rows)
+        if out is not None:
+            identified.write_rows(out, rows)
+    if items is None and out is None:
+        identified.print_one(rows[0], json)
         return
-    text = answer.label or "unknown"
-    if answer.confidence is not None:
-        text += f", {'confidence' if answer.label else 'probability'} {answer.confidence:.1%}"
-    if answer.similarity is not None:
-        text += f", similarity {answer.similarity:.4f}"
-    if answer.threshold is not None:
-        text += f" (threshold {answer.threshold:.4f}{_guarantee(answer.far, 'query', answer.classes)})"
-    if answer.quality is not None:
-        text += f", quality {_quality(answer.quality)}"
-    echo(text)
-    if answer.label is None and answer.candidates:
-        nearest = [
-            f"{candidate.label} {candidate.confidence:.1%} (similarity {candidate.similarity:.4f})"
-            for candidate in answer.candidates[:CANDIDATES]
-        ]
-        echo(f"nearest enrolled labels: {', '.join(nearest)}")
-    print_note(answer.note)
+    print_note("; ".join(items.ignored if items is not None else ()))
+    identified.print_many(rows, json, out)
 
 
 @app.command(no_args_is_help=True)
@@ -171,7 +196,7 @@ def verify(
         echo(f"similarity {answer.similarity:.4f}")
     else:
         word = "the same" if answer.same else "not the same"
-        limit = f"threshold {answer.threshold:.4f}{_guarantee(answer.far, 'pair', answer.classes)}"
+        limit = f"threshold {answer.threshold:.4f}{_guarantee(answer.far, answer.classes)}"
         echo(f"{word}: probability {answer.probability:.1%}, similarity {answer.similarity:.4f}, {limit}")
     if None not in answer.qualities:
         echo(f"quality {_quality(answer.qualities[0])} and {_quality(answer.qualities[1])}")
@@ -239,6 +264,17 @@ def _gallery_with_encoder(place: str, run: str | None, device: options.Device) -
         yield opened
 
 
+def _source(text: str, allow_outside: bool) -> "Items | None":
+    """The items of a folder, an archive, a table or a file of vectors; None for a single one."""
+    from nearkin.data.sources import FILES
+    from nearkin.gallery import asking
+
+    one = Path(text).suffix.lower() not in set(FILES) - {".npy"}
+    if one and not (text and Path(text).is_dir()):
+        return None
+    return asking.load_unlabelled(text, options.reading(allow_outside=allow_outside))
+
+
 def _item(text: str) -> Any:
     """A path, or the vector in an .npy file."""
     if not text.lower().endswith(".npy"):
@@ -275,6 +311,6 @@ def _quality(quality: float | None) -> str:
     return "" if quality is None else f"{quality:.4g}"
 
 
-def _guarantee(far: float | None, per: str, classes: int | None) -> str:
+def _guarantee(far: float | None, classes: int | None) -> str:
     """The false-accept rate of a threshold, and the number of classes that it was measured on."""
-    return "" if far is None else f" at FAR {far:.3g} per {per} or less, 95 % sure from {classes:,} classes"
+    return "" if far is None else f" at FAR {far:.3g} per pair or less, 95 % sure from {classes:,} classes"

@@ -40,7 +40,8 @@ def read(
     every = [file for file in files if is_image(file)]
     if not every:
         what = "holds no files" if not files else f"holds no images: {len(files)} files, such as {printable(files[0])}"
-        raise ValueError(f"{name}: it {what}; a class is a folder of images, as in photos/heron/1.jpg")
+        hint = "; a class is a folder of images, as in photos/heron/1.jpg" if labelled else ""
+        raise ValueError(f"{name}: it {what}{hint}")
     top = _common(every) if not path.is_dir() else ""  # archives often have one folder for everything
     folders = _Folders(name, every, top, 1 + len(levels), split_folders, leaf_classes)
     images, steps, inside = folders.images, folders.steps, folders.inside

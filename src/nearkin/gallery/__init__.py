@@ -2,6 +2,7 @@
 
 from nearkin.core.errors import LabelConflict, MissingRow, StaleGroups, StoreUnavailable
 from nearkin.gallery.answers import Candidate, FarStatement, Identity
+from nearkin.gallery.asking import Answered, calibrate_with, identify_source
 from nearkin.gallery.backups import Backup, PointState, backup, check_backup
 from nearkin.gallery.calibration import calibrate
 from nearkin.gallery.embedder import Embedder, open_encoder
@@ -18,6 +19,7 @@ from nearkin.gallery.stores import Report
 from nearkin.gallery.transfer import Transferred, copy, restore
 
 __all__ = [
+    "Answered",
     "Backup",
     "Candidate",
     "Embedder",
@@ -45,6 +47,7 @@ __all__ = [
     "Verification",
     "backup",
     "calibrate",
+    "calibrate_with",
     "check_backup",
     "copy",
     "enrol_source",
@@ -52,6 +55,7 @@ __all__ = [
     "explain",
     "group_gallery",
     "group_source",
+    "identify_source",
     "open_encoder",
     "restore",
     "run_of",

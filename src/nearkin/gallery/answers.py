@@ -107,7 +107,8 @@ def compose(
     scores[int(answers.best[0])] = -np.inf
     others = softmax(scores[None])[0] if (scores > NOTHING).any() else np.zeros_like(scores)
     competing = [label for label in nearest if numbers.get(label, len(others)) < len(others)]
-    probability = {label: (1 - right - none) * float(others[numbers[label]]) for label in competing}
+    rest = np.minimum((1 - right - none) * others, right)  # of the others none is likelier than the best
+    probability = {label: float(rest[numbers[label]]) for label in competing}
     probability[best] = right
     if itself is not None:
         right, none = 1 - SAME, SAME / 2

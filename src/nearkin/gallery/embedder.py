@@ -67,9 +67,8 @@ class Embedder:
         """The open gallery of a source: a folder of pictures, with or without class folders, or what `data.load` reads.
 
         gallery: where; by default beside the source, under its name: photos.gallery of photos/, which `nearkin serve
-        photos/` uses too. What is enrolled already is not embedded again. The gallery of a pretrained encoder is
-        calibrated by its own labels, where there are enough. `enroll` is the same method. reading: how the files are
-        read, see `data.load`.
+        photos/` uses too. What is enrolled already is not embedded again. Where there are enough labels, the gallery
+        learns from them who is who. `enroll` is the same method. reading: how the files are read, see `data.load`.
         """
         options: dict[str, Any] = {"labelled": False, "group_column": groups.UNUSED, **reading.for_load()}
         items = data.load(source, **options)  # before a gallery is made
@@ -78,8 +77,7 @@ class Embedder:
         try:
             options = {"items": items, "skip_unreadable": skip_unreadable, "progress": progress}
             enrol_source(opened, str(source), unlabelled=True, **options)
-            if opened.frozen:
-                opened.calibrate_if_changed()
+            opened.calibrate_if_changed()
         except BaseException:
             opened.close()
             raise

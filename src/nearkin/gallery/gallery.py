@@ -74,12 +74,24 @@ class Enrolled(NamedTuple):
 class Gallery:
     """Open it with `Gallery.open`. Threads may share it, and other processes see what it writes."""
 
-    def __init__(self, store: Store, facts: Facts, encoding: Encoding | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        facts: Facts,
+        encoding: Encoding | None,
+        device: str = "auto",
+        max_pixels: int = decoding.MAX_PIXELS,
+    ) -> None:
         self._store, self._encoding = store, encoding
+        self._device, self._max_pixels = device, max_pixels
         self._calibrator: Calibrator | None = None
         self._learned: Recognition | None = None
         self._labels = LabelScorer(store)
-        self._note = "the gallery was opened without a run, so there is only a similarity; open it with run=RUN"
+        if facts.run is None:
+            self._note = "vectors of an unknown encoder have no calibration, so there is only a similarity"
+        else:
+            again = store.where if is_encoder_name(facts.run) else facts.run
+            self._note = f"not calibrated, so there is only a similarity: nearkin gallery calibrate {again}"
         self._use(facts, encoding)
 
     def _use(self, facts: Facts, encoding: Encoding | None) -> None:
@@ -114,17 +126,18 @@ class Gallery:
     ) -> "Gallery":
         """A gallery in a file, or in PostgreSQL (postgresql://…/db, with ?gallery=NAME if there are several).
 
-        run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"); without
-        it the gallery takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was trained
-        for, the full one by default. A gallery that exists has its length, which the encoder takes. create: make it if
-        it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder is refused,
-        unless the run was trained to be compatible with that one: then it can be searched.
+        run: the folder of a run, whose encoder encodes the items, or an encoder's name ("efficientnet-lite0"). Without
+        it a gallery that exists finds the encoder that it was made with when the first picture comes, and vectors are
+        embeddings; a new one takes vectors only. dim: of a new gallery of vectors; with a run, a length that it was
+        trained for, the full one by default. A gallery that exists has its length, which the encoder takes. create:
+        make it if it does not exist. timeout: seconds a writer waits for another. A gallery made with another encoder
+        is refused, unless the run was trained to be compatible with that one: then it can be searched.
         stored: of a new gallery in a file, the form of its search index on the disk, for more rows than memory has room
         for: "float32", "int8", "binary" or "short:N" (the first N dimensions); by default the rows are in memory.
         """
         store, facts, encoding = opening.open_store(place, run, dim, create, timeout, device, max_pixels, stored)
         try:
-            return cls(store, facts, encoding)
+            return cls(store, facts, encoding, device, max_pixels)
         except BaseException:  # a damaged calibration
             store.close()
             raise
@@ -311,7 +324,7 @@ class Gallery:
         }
         itself = next(iter(same)) if len(same) == 1 else None
         if learned is None or not nearest:
-            answer = answers.by_pairs(nearest, note, asked, self._calibrator, itself)
+            answer = answers.by_pairs(nearest, note, asked, self._of_pairs(), itself)
             if answer.similarity is None and hits:
                 answer = answer._replace(similarity=hits[0].similarity)
             return answer._replace(quality=seen.quality), hits[:k]
@@ -329,7 +342,8 @@ class Gallery:
             raise ValueError(f"verify takes two items, got {len(first)} and {len(second)}")
         left, right = self.see([first[0], second[0]])
         assert left is not None and right is not None
-        return results.verify_items(self._calibrator, self._note, left, right, far)
+        calibrator = self._of_pairs()
+        return results.verify_items(calibrator, "" if calibrator else self._note, left, right, far)
 
     def explain(self, item: Any, id: int, pictures: Sequence[tuple[Any, str]] | None = None) -> Matched:
         """Which part of a picture and of a row matched: a heat map over each, whose sum is the similarity.
@@ -338,10 +352,11 @@ class Gallery:
         enrolled; else its thumbnail, and `note` says so. pictures: those of `row_pictures` and their sources, as
         `decode` returns them.
         """
-        matched_parts.check_takes_pictures(self._encoding)
-        assert self._encoding is not None
+        encoding = self._encoder()
+        matched_parts.check_takes_pictures(encoding)
+        assert encoding is not None
         (decoded,) = self.decode([item])
-        return matched_parts.explain_row(self._encoding, self._store, decoded, _checked_ids(id)[0], pictures)
+        return matched_parts.explain_row(encoding, self._store, decoded, _checked_ids(id)[0], pictures)
 
     def row_pictures(self, id: int) -> list[RowPicture]:
         """The files from which the picture of a row can be read, the best first; a `NoPicture` where there is none."""
@@ -400,10 +415,11 @@ class Gallery:
     # --- maintenance
 
     def stats(self) -> dict[str, Any]:
-        """Size, encoder, calibration, index and damage, as JSON has it."""
+        """Size, encoder, calibration, what was learned from its labels, index and damage, as JSON has it."""
         facts, counts = self._store.facts(), self._store.counts()
         assert facts is not None
         calibrator = self._calibrator or self._calibrator_of(facts)
+        learned = recognition.load(self._store, facts)
         return {
             "place": self._store.where,
             "store": self._store.kind,
@@ -420,6 +436,7 @@ class Gallery:
             **getattr(self._store, "index_figures", {}),
             "damaged": sorted(self._store.damaged),
             "lost": self._store.lost,
+            "learned": None if learned is None else recognition.described(learned),
             "bridged": self._store.encoders() if bridge_note.load(self._store, facts) is not None else {},
         }
 
@@ -470,7 +487,9 @@ class Gallery:
     # --- internal
 
     def _hash(self, items: Any, names: Sequence[str] | None = None) -> list[Seen | RawItem]:
-        hashed = item_inputs.hash_items(item_inputs.as_list(items), self._encoding, self.dim)
+        item_list = item_inputs.as_list(items)
+        encoding = self._encoding if all(map(item_inputs.is_encoded, item_list)) else self._encoder()
+        hashed = item_inputs.hash_items(item_list, encoding, self.dim)
         all_names = _per_item("names", names, len(hashed), str | None)
         return [
             item if name is None else item._replace(name=name) for item, name in zip(hashed, all_names, strict=True)
@@ -532,9 +551,23 @@ class Gallery:
             raise StoreUnavailable(f"{self._store.where}: was upgraded to another encoder; open it again with its run")
         self._use(facts, encoding)
 
+    def _encoder(self) -> Encoding | None:
+        """The encoder; of a gallery that was opened without one, that of its rows, looked for when it is needed."""
+        if self._encoding is None and self.fingerprint is not None:
+            facts = self._facts()
+            encoding = opening.own_encoding(self._store, facts, self._device, self._max_pixels)
+            if not encoding.takes_pictures:  # opened without it, the gallery takes vectors for embeddings
+                raise ValueError(
+                    f"{self._store.where}: its encoder takes vectors of {encoding.info.preparation['features']} "
+                    f"numbers; open it with run=RUN to encode them"
+                )
+            self._use(facts, encoding)
+        return self._encoding
+
     def check_source_kind(self, vectors: bool, source: str) -> None:
         """Raises where a source has vectors and the encoder takes pictures, or the reverse."""
-        if self._encoding is not None and self._encoding.takes_pictures == vectors:
+        encoding = self._encoder()
+        if encoding is not None and encoding.takes_pictures == vectors:
             kind = "pictures" if vectors else "vectors"
             raise ValueError(f"{source}: the run's encoder takes {kind}, the source has the other kind")
 
@@ -547,18 +580,21 @@ class Gallery:
 
         items, labels: photographs of another day, under the labels that they have in the gallery, or others for
         strangers. They are asked in place of the gallery's own rows, which resemble each other more than new ones do.
-        Returns what was learned, as JSON has it.
+        Returns what was learned, as JSON has it; "enrolled": how many of the items are, and are asked less their rows.
         """
-        facts, asked = self._facts(), None
-        if items is not None:
-            seen = [one for one in self.see(items, unreadable=[]) if one is not None]
-            asked = (
-                np.stack([one.vector for one in seen]),
-                _per_item("labels", labels, len(seen), str),
-                [0] * len(seen),
-            )
+        if items is None:
+            return self._calibrate(recognition.OWN_LABELS) | {"enrolled": 0}
+        item_list = item_inputs.as_list(items)
+        all_labels = [check_label(label) for label in _per_item("labels", labels, len(item_list), str)]
+        recognition.check_labels(all_labels, self.labels())
+        seen = [one for one in self.see(item_list) if one is not None]
+        asked = recognition.other_day(self._store, seen, all_labels)
+        enrolled = {"enrolled": sum(id > 0 for id in asked.ids)}
+        return self._calibrate(asked.described(set(self.labels())), asked) | enrolled
+
+    def _calibrate(self, of: str, asked: recognition.OtherDay | None = None) -> dict[str, Any]:
+        facts = self._facts()
         bridges = bridge_note.load(self._store, facts)
-        of = "its own labels" if asked is None else f"{len(asked[1]):,} items of another day"
         learned = recognition.learn_gallery(self._store, facts, None if bridges is None else bridges.scales, asked, of)
         recognition.save(self._store, learned)
         self._learned = recognition.load(self._store, facts) or learned  # as every other process reads it
@@ -582,10 +618,22 @@ class Gallery:
         if self.calibration_is_current:
             return ""
         try:
-            self.calibrate()
+            return self._calibrate_again()
         except ValueError as error:
             return f"nothing is learned from its labels: {error}"
-        return ""
+
+    def _calibrate_again(self) -> str:
+        """By the gallery's own labels, as its rows have changed; returns a sentence where it knew more before."""
+        before = recognition.load(self._store, self._facts())
+        known = before is None or before.of == recognition.OWN_LABELS
+        self._calibrate(recognition.OWN_LABELS if known else recognition.OUTDATED)
+        return self._outdated()
+
+    def _outdated(self) -> str:
+        if self._learned is None or self._learned.of != recognition.OUTDATED:
+            return ""
+        again = f"nearkin gallery calibrate {self._store.where} --with FOLDER"
+        return f"learned from {recognition.OUTDATED}: {again} renews it"
 
     def _recognition(self) -> tuple[Recognition | None, str]:
         """What the gallery has learned of itself, and a sentence on what is wrong with it; learned at once where there
@@ -601,10 +649,10 @@ class Gallery:
         share = 1.0 if self._learned is None else self._learned.changed(facts)
         if share >= recognition.CHANGED and facts.rows * facts.dim <= AT_ONCE:
             try:
-                self.calibrate()
+                self._calibrate_again()
             except (ValueError, OSError, TimeoutError) as error:  # too few labels, or a gallery that cannot be written
                 return self._learned, f"nothing is learned from its labels yet: {error}"
-            return self._learned, ""
+            return self._learned, self._outdated()
         if self._learned is None:
             return (
                 None,
@@ -615,7 +663,7 @@ class Gallery:
                 f"{share:.0%} of the rows have changed since it was calibrated on {self._learned.date}: "
                 f"nearkin gallery calibrate {self._store.where}"
             )
-        return self._learned, ""
+        return self._learned, self._outdated()
 
     def _facts(self) -> Facts:
         facts = self._store.facts()
@@ -634,6 +682,10 @@ class Gallery:
         """Records a source that is enrolled from; the message about another encoder names it."""
         self._store.add([], True, [source])
 
+    def _of_pairs(self) -> Calibrator | None:
+        """The calibration of pairs; looked for where the encoder was not yet."""
+        return self._calibrator if self._encoding is not None else self._calibrator_of(self._facts())
+
     def _calibrator_of(self, facts: Facts) -> Calibrator | None:
         """The calibration of a gallery that is opened without its encoder, if it exists and is of that encoder."""
         if facts.run is None or facts.fingerprint is None:
@@ -649,13 +701,10 @@ class Gallery:
             return None
 
     def _check_writable(self) -> None:
-        if self.fingerprint is not None and self._encoding is None:
+        encoding = self._encoder()
+        if encoding is not None and encoding.info.fingerprint != self.fingerprint:
             raise ValueError(
-                f"{self._store.where}: its items came through an encoder; open it with run=RUN to enrol more"
-            )
-        if self._encoding is not None and self._encoding.info.fingerprint != self.fingerprint:
-            raise ValueError(
-                f"{self._store.where}: {self._encoding.info.shown} is compatible with the encoder of its rows: it can "
+                f"{self._store.where}: {encoding.info.shown} is compatible with the encoder of its rows: it can "
                 f"search them, not enrol among them"
             )
 

@@ -16,7 +16,7 @@ from nearkin.core import checks, cpu_pool, files
 from nearkin.core.errors import EncoderChanged, LabelConflict, UnreadablePicture
 from nearkin.data import augment, decode
 from nearkin.data.byte_limit import read_file
-from nearkin.gallery.schema import Floats, KnownRows, NewRow, new_row, pack, unit
+from nearkin.gallery.schema import Floats, KnownRows, NewRow, new_row, pack, shortened, unit
 from nearkin.gallery.stores import Added, Store
 from nearkin.models.frozen import encoder_folder
 from nearkin.models.io import check_length, fingerprint
@@ -34,11 +34,13 @@ __all__ = [
     "enrol_batch",
     "hash_items",
     "is_embedding",
+    "is_encoded",
 ]
 
 ENCODER_BATCH = 128
 SIMPLE = (str, int, bool, type(None))  # of metadata: no float, of which -0.0 equals 0.0
 THUMBNAIL = 96  # pixels of its longer side
+LONGEST_NAME = 300  # of a path in a message
 
 
 class Seen(NamedTuple):
@@ -196,6 +198,8 @@ def as_list(items: Any) -> list[Any]:
     if isinstance(items, Seen | RawItem | str | bytes | os.PathLike | np.ndarray) or _is_image(items):
         return [items]
     if isinstance(items, list | tuple):
+        if items and all(isinstance(item, int | float) for item in items):
+            raise TypeError(f"a vector must be an array, as np.array(…), got a {type(items).__name__} of numbers")
         return list(items)
     raise TypeError(
         f"items must be paths, pictures (PIL, bytes or uint8 arrays) or vectors, got {type(items).__name__}"
@@ -274,6 +278,11 @@ def is_embedding(item: Any, encoding: Encoding | None) -> bool:
     return getattr(item, "ndim", 0) == 1 and (encoding is None or encoding.takes_pictures)
 
 
+def is_encoded(item: Any) -> bool:
+    """Whether the item is encoded, or a vector, which a gallery that was opened without a run takes as an embedding."""
+    return item.vector is not None if isinstance(item, RawItem) else is_embedding(item, None)
+
+
 def _from_vectors(rows: NDArray[Any], dim: int) -> list[Seen]:
     """Embeddings (n, D), all at once: faster than `encode_items`, with the same result."""
     vectors = unit(_check_vectors(rows, dim))
@@ -288,9 +297,13 @@ def _hashed(item: Any, encoding: Encoding | None, dim: int) -> RawItem:
         item = item.detach().cpu().numpy()
     if isinstance(item, np.ndarray) and item.ndim == 1:
         return _hashed_vector(item, encoding, dim)
+    if not isinstance(item, str | bytes | os.PathLike | np.ndarray | decode.Opened) and not _is_image(item):
+        raise TypeError(f"an item must be a path, a picture or a vector, got {type(item).__name__}")
+    if isinstance(item, np.ndarray) and item.dtype.kind not in "buif":
+        raise TypeError(f"a picture must be of numbers, got {item.dtype}")
     if encoding is None:
         raise ValueError(
-            f"{_described(item)} needs an encoder: open the gallery with run=RUN (only vectors of {dim} need none)"
+            f"{_described(item)} needs an encoder, and the gallery has none: it takes vectors of {dim} numbers"
         )
     if not encoding.takes_pictures:
         features = encoding.info.preparation["features"]
@@ -299,11 +312,9 @@ def _hashed(item: Any, encoding: Encoding | None, dim: int) -> RawItem:
         )
     name, picture = "", item
     if isinstance(item, str | os.PathLike):
-        name, picture = os.fspath(item), _file_bytes(Path(item))
+        name, picture = os.fspath(item), _file_bytes(item)
     elif _is_image(item):
         picture = _pixels(item)
-    elif not isinstance(item, bytes | np.ndarray | decode.Opened):
-        raise TypeError(f"an item must be a path, a picture or a vector, got {type(item).__name__}")
     return RawItem(_picture_digest(picture), name, picture)
 
 
@@ -332,11 +343,11 @@ def _check_vectors(rows: NDArray[Any], dim: int, owner: str = "as the gallery ha
     return rows
 
 
-def _file_bytes(path: Path) -> bytes:
+def _file_bytes(path: str | os.PathLike[str]) -> bytes:
     try:
         return read_file(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    except (OSError, ValueError) as error:  # ValueError: a text that no file system takes for a path
+        raise ValueError(f"{_described(path)}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def _is_image(item: Any) -> bool:
@@ -376,7 +387,10 @@ def _thumbnail(square: NDArray[np.uint8]) -> bytes:
 def _described(item: Any) -> str:
     if isinstance(item, np.ndarray):
         return f"an array of shape {item.shape}"
-    return str(item) if isinstance(item, str | os.PathLike) else f"an item of type {type(item).__name__}"
+    if not isinstance(item, str | os.PathLike):
+        return f"an item of type {type(item).__name__}"
+    text = os.fspath(item)
+    return text if 0 < len(text) <= LONGEST_NAME else shortened(text)
 
 
 # --- adding

@@ -71,7 +71,7 @@ def explain(run: str | Path, a: Any, b: Any, *, device: str = "auto", max_pixels
 
 def check_takes_pictures(encoding: Encoding | None) -> None:
     if encoding is None:
-        raise ValueError("explain needs an encoder: open the gallery with run=RUN")
+        raise ValueError("explain needs an encoder, and the gallery has none")
     if not encoding.takes_pictures:
         raise ValueError(f"{encoding.info.run}: its encoder takes vectors, which have no places to show")
 

@@ -12,7 +12,8 @@ from nearkin.gallery.stores.postgres_connection import shown
 from nearkin.gallery.stores.sqlite import SqliteStore
 from nearkin.models.frozen import is_encoder_name
 
-__all__ = ["describe_index", "existing_facts", "is_gallery", "open_store", "run_fact", "run_of", "store_at"]
+__all__ = ["describe_index", "existing_facts", "is_gallery", "open_store", "own_encoding", "run_fact", "run_of"]
+__all__ += ["store_at"]
 
 
 def is_gallery(place: str) -> bool:
@@ -72,14 +73,31 @@ def run_of(place: str | Path, timeout: float = 30.0) -> Path | str | None:
     """The run whose encoder a gallery was made with, or the encoder's name; None for a gallery of vectors."""
     store = store_at(place, timeout)
     try:
-        facts = existing_facts(store)
+        return _own_run(store, existing_facts(store))
     finally:
         store.close()
-    if facts.run is not None and is_encoder_name(facts.run):
+
+
+def own_encoding(store: Store, facts: Facts, device: str, max_pixels: int) -> Encoding:
+    """The encoder that made the rows of a gallery."""
+    run = _own_run(store, facts)
+    if run is None:
+        raise ValueError(f"{store.where}: does not say which run made its rows; open it with run=RUN")
+    encoding = Encoding(run, device, max_pixels)
+    if facts.dim in encoding.info.lengths:
+        encoding.shorten(facts.dim)
+    _check_encoder(store, facts, encoding)
+    return encoding
+
+
+def _own_run(store: Store, facts: Facts) -> Path | str | None:
+    if facts.run is None or is_encoder_name(facts.run):
         return facts.run
-    if facts.run is not None and not Path(facts.run).is_dir():
-        raise ValueError(f"{store.where}: its run is not at {facts.run} any more; pass its folder with --run RUN")
-    return None if facts.run is None else Path(facts.run)
+    if not Path(facts.run).is_dir():
+        raise ValueError(
+            f"{store.where}: its run is not at {facts.run} any more; pass its folder with --run RUN, in Python run=RUN"
+        )
+    return Path(facts.run)
 
 
 def existing_facts(store: Store) -> Facts:

@@ -4,7 +4,7 @@ and process answers alike. It is learned again when a tenth of the labels have c
 import base64
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -12,19 +12,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.evaluation.recognition import Recogniser, events, fit
+from nearkin.core.errors import LabelConflict
+from nearkin.evaluation.recognition import FEWEST, Recogniser, events, fit
 from nearkin.evaluation.recognition.simulation import Part, Queries
 from nearkin.gallery.bridge_scale import Scale
-from nearkin.gallery.schema import UNLABELLED, Facts, Floats, Row, row_encoder, unpack
+from nearkin.gallery.items import Seen
+from nearkin.gallery.schema import UNLABELLED, Facts, Floats, Row, row_encoder, shortened, unpack
 from nearkin.gallery.stores import Store
 from nearkin.gallery.stores.hnsw import EXACT
 
-__all__ = ["CHANGED", "KEY", "Recognition", "described", "learn_gallery", "load", "made", "save"]
+__all__ = ["CHANGED", "KEY", "OUTDATED", "OWN_LABELS", "OtherDay", "Recognition", "check_labels", "described"]
+__all__ += ["learn_gallery", "load", "made", "other_day", "save"]
 
 KEY = "recognition"
 MADE = "recognition.made"  # a short note beside it: which one it is
 FORMAT = 1
 PART = 4096  # rows at a time
+OWN_LABELS = "its own labels"
+OUTDATED = f"{OWN_LABELS}, as its rows have changed since photographs of another day were asked"
 CHANGED = 0.1  # of the rows, from which on it is learned again
 OWN = 0.2  # of the rows: fewer of today's encoder are too few to be asked alone
 ARRAYS = ("mean", "basis", "between", "strangers", "weights")
@@ -48,22 +53,57 @@ class Recognition(NamedTuple):
         return float((abs(facts.next_id - next_id) + abs(facts.changes - changes)) / max(rows, 1))
 
 
+class OtherDay(NamedTuple):
+    """Items of another day: vectors, their labels, and the ids of those that are enrolled, 0 for the others."""
+
+    vectors: Floats
+    labels: list[str]
+    ids: list[int]
+
+    def described(self, known: Collection[str]) -> str:
+        strangers = sum(label not in known for label in self.labels)
+        return f"{len(self.ids):,} items of another day" + (f", {strangers:,} of them strangers'" if strangers else "")
+
+
+def other_day(store: Store, seen: Sequence[Seen], labels: list[str]) -> OtherDay:
+    enrolled, ids = store.look_up([one.content for one in seen]), list[int]()
+    for one, label in zip(seen, labels, strict=True):
+        id, known = enrolled.get(one.content, (0, UNLABELLED))
+        if known not in (UNLABELLED, label):
+            raise LabelConflict(one.name, id, known, label)
+        ids.append(0 if known == UNLABELLED else id)
+    return OtherDay(np.stack([one.vector for one in seen]), labels, ids)
+
+
+def check_labels(labels: Sequence[str], known: Collection[str]) -> None:
+    """Of items of another day, before they are encoded."""
+    if len(set(labels)) < FEWEST:
+        raise ValueError(f"labels must be {FEWEST} different ones or more, got {len(set(labels))}")
+    if known and set(known).isdisjoint(labels):
+        example, got = next(iter(known), ""), shortened(sorted(set(labels)))
+        raise ValueError(
+            f"labels must be the gallery's, as {example!r}, or others for strangers; none of these is: {got}"
+        )
+
+
 def learn_gallery(
     store: Store,
     facts: Facts,
     scales: Mapping[str, Scale] | None = None,
-    asked: tuple[Floats, Sequence[str], Sequence[int]] | None = None,
-    of: str = "its own labels",
+    asked: OtherDay | None = None,
+    of: str = OWN_LABELS,
 ) -> Recognition:
-    """scales: of rows that earlier encoders made. asked: vectors, labels, and ids of own rows (0: none) of items that
-    are asked in place of the gallery's own rows; of: their description."""
+    """scales: of rows that earlier encoders made. asked: in place of the gallery's own rows; of: what that is, in
+    words."""
     counted = {label: count for label, count in store.counts().items() if label != UNLABELLED}
     number = {label: i for i, label in enumerate(sorted(counted))}
     counts = np.array([counted[label] for label in sorted(counted)], np.int64)
     queries = None
     if asked is not None:
-        codes = np.array([number.get(label, -1) for label in asked[1]], np.int64)
-        queries = Queries(np.asarray(asked[0], np.float32), codes, np.array(asked[2], np.int64))
+        strangers = sorted(set(asked.labels) - set(number))
+        number_of = number | {label: -1 - i for i, label in enumerate(strangers)}
+        codes = np.array([number_of[label] for label in asked.labels], np.int64)
+        queries = Queries(np.asarray(asked.vectors, np.float32), codes, np.array(asked.ids, np.int64))
     recogniser = fit(
         lambda: _parts(store, facts, number, scales or {}),
         counts,
@@ -108,11 +148,17 @@ def save(store: Store, recognition: Recognition) -> None:
 
 
 def described(recognition: Recognition) -> dict[str, Any]:
-    """As JSON has it, without the arrays."""
+    """As JSON has it, without the arrays. rates: what strangers can be held to, of the usual ones."""
     far = recognition.recogniser.far
-    rates = {f"{rate:g}": far.at(rate) is not None for rate in (0.1, 0.01, 0.001)}
+    found = ((rate, far.at(rate)) for rate in (0.5, 0.2, 0.1, 0.05, 0.01, 0.001))
+    rates = [
+        {"far": rate, "expected": float(far.expected[at]), "at_most": float(far.at_most[at])}
+        for rate, at in found
+        if at is not None
+    ]
     names = ("encoder", "labels", "items", "date", "of")
-    return {name: getattr(recognition, name) for name in names} | {"classes": far.classes, "fars": rates}
+    least = {"least_far": float(far.expected[-1])}
+    return {name: getattr(recognition, name) for name in names} | {"classes": far.classes, "rates": rates} | least
 
 
 def made(store: Store) -> str:

@@ -2,10 +2,12 @@
 
 from nearkin.evaluation.recognition.events import NONE, OTHER, RIGHT, Far, softmax
 from nearkin.evaluation.recognition.label_model import NOTHING, LabelScores, LabelSums
-from nearkin.evaluation.recognition.recogniser import Answers, Recogniser, fit
-from nearkin.evaluation.recognition.simulation import NEAREST, Hits, Part, Queries
+from nearkin.evaluation.recognition.recogniser import FEWEST, Answers, Recogniser, fit
+from nearkin.evaluation.recognition.simulation import ITEMS, NEAREST, Hits, Part, Queries
 
 __all__ = [
+    "FEWEST",
+    "ITEMS",
     "NEAREST",
     "NONE",
     "NOTHING",

@@ -23,6 +23,7 @@ from nearkin.evaluation.recognition.label_model import (
 )
 
 __all__ = [
+    "ITEMS",
     "NEAREST",
     "Hits",
     "Learned",
@@ -62,8 +63,8 @@ Rows = Callable[[], Iterator[Part]]
 
 
 class Queries(NamedTuple):
-    """Items whose labels are known: vectors (Q, D), the numbers of their labels, -1 for one that is not in the gallery,
-    and the ids of their own rows in it, 0 where an item has none."""
+    """Items whose labels are known: vectors (Q, D), the numbers of their labels, -1, -2, … for those that are not in
+    the gallery, and the ids of their own rows in it, 0 where an item has none."""
 
     vectors: Vectors
     codes: Codes
@@ -131,14 +132,14 @@ def learn(
         near.add(part)
     fit = LabelFit(labels, squares.sum(0))
     world = _World(labels, directions.rows(asked_of.vectors), directions.rows(asked_of.rows), asked_of, only_near)
-    own = asked_of.codes >= 0
+    own, code = asked_of.codes >= 0, np.maximum(asked_of.codes, 0)
     asked = []
-    for fold in np.unique(folds[asked_of.codes[own]]):  # each label left out, by models without those of its fold
-        mine, out = own & (folds[asked_of.codes] == fold), folds == fold
+    for fold in np.unique(folds[code[own]]):  # each label left out, by models without those of its fold
+        mine, out = own & (folds[code] == fold), folds == fold
         less = LabelSums(np.where(out, labels.counts, 0), np.where(out[:, None], labels.sums, 0))
         asked.append(_asked(world, fit.model(less, squares[fold]), np.flatnonzero(mine), near.others, False))
     enrolled = asked_of.ids > 0
-    able = own & (labels.counts[asked_of.codes] > enrolled)
+    able = own & (labels.counts[code] > enrolled)
     items = np.where(enrolled, _item_folds(asked_of.codes, _fold_count(total), seed), -1)
     for fold in np.unique(items[able]):  # each item left out; what is in no fold has no row of its own
         left = items == fold
@@ -206,7 +207,7 @@ def _asked(world: _World, model: LabelModel, which: Codes, hits: Hits, known: bo
         place, first, second = best_labels(values)
         best = used[place]
         event = np.where(best == own, RIGHT, OTHER) if known else np.full(len(some), NONE)
-        classes = np.where(own >= 0, own, len(world.labels.counts) + some)  # a stranger of its own
+        classes = np.where(own >= 0, own, len(world.labels.counts) - 1 - own)
         found.append(Questions(features(first, second, *near.labels(best)), event, classes))
     return Questions(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
