@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nearkin import mining
 from nearkin.core import blockwise, checks, distances, reduce
+from nearkin.core.autograd import differentiable_once
 from nearkin.core.relations import Labels, Relation
 from nearkin.losses import sampling_dim as sampling_dims
 from nearkin.losses.call import PairCall, Plan
@@ -69,6 +70,7 @@ def contrastive_loss(
     if not isinstance(balance, bool):
         raise TypeError(f"balance must be True or False, got {balance!r}")
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
+    mining.check_generator(selection, generator)
     value = None
     if selection == "all":
         numbers = (margin, positive_margin, 0.0, 0.0 if balance else 1.0)
@@ -135,6 +137,7 @@ def margin_loss(
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
+    mining.check_generator(selection, generator)
     of_item = _of_items(item_beta, items, embeddings)  # (B,) or None
     single: Tensor | None = None  # one β for all, which the kernels take as it is
     if isinstance(beta, Tensor) and of_item is None:
@@ -202,6 +205,8 @@ def multi_similarity_loss(
     checks.number("base", base)
     checks.number("epsilon", epsilon)
     mined = selection == "multi_similarity"
+    if not mined and epsilon != 0.1:  # the default
+        raise ValueError(f'epsilon must be left out unless selection="multi_similarity", got {epsilon}')
     if mined or selection == "all":
         value = call.pair_kernel("multi_similarity", (alpha, beta, base, epsilon), flag=mined)
         if value is not None:
@@ -257,7 +262,8 @@ def circle_loss(
         push = scale * (weight + margin).relu() * (similarity - margin)
         both = reduce.any_in_row(relation.positive) & reduce.any_in_row(relation.negative)
         value = reduce.logsumexp(pull, relation.positive) + reduce.logsumexp(push, relation.negative)
-        return reduce.softplus(torch.where(both, value, 0.0)), both
+        value = reduce.softplus(torch.where(both, value, 0.0))
+        return differentiable_once(value, "CircleLoss, whose weights are constants in its gradient,"), both
 
     return call.terms(*call.run(rows))
 
