@@ -118,7 +118,9 @@ def upgrade(
                 break
             # Another upgrade may be committed meanwhile: that of a process which was killed while the server committed.
             try:
-                kept, pairs, renewed = _switch(store, facts, encoding, with_source, device, seed, report, reading, known)
+                kept, pairs, renewed = _switch(
+                    store, facts, encoding, with_source, device, seed, report, reading, known
+                )
                 break
             except EncoderChanged:
                 known.clear()
