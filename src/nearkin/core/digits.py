@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nearkin.core import symmetric
 from nearkin.core.autograd import HandGradient, device_type
 
 __all__ = ["Distances", "compiled_distances"]
@@ -162,7 +163,7 @@ def _measured(
         result[i, j] = (exact.sqrt() if root else exact).to(kind)
     hidden = torch.maximum(left, (left if right is None else right).T)
     result = torch.where(distance > (hidden * (ROUNDING * a.shape[1])).sqrt().to(distance.dtype), result, 0.0)
-    return (result.fill_diagonal_(0.0) if b is None else result), prepared, pairs
+    return (symmetric.mirrored(result) if b is None else result), prepared, pairs
 
 
 def _slopes(slope: Tensor, result: Tensor, root: bool) -> Tensor:

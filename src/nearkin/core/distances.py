@@ -1,7 +1,8 @@
 """Pairwise matrices of anchors with references, (B, R): exact at 0, safe in half precision and under autocast.
 
 `references=None` means the batch itself. Half-precision input is computed in float32 and returns float32. Coordinates
-are clamped to the cube root of the type's largest number (7e12 in float32), so that no square overflows.
+are clamped to the cube root of the type's largest number (7e12 in float32), so that no square overflows. Of a batch
+with itself every matrix is symmetric to the bit and distances are 0 on the diagonal, however a machine rounds products.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.core import checks, devices, digits
+from nearkin.core import checks, devices, digits, symmetric
 from nearkin.core.autograd import HandGradient, device_type, traced
 
 __all__ = ["cosine", "dot", "euclidean", "freely_read", "length", "squared_euclidean"]
@@ -93,13 +94,12 @@ def _plain_distances(a: Tensor, b: Tensor | None, left: Tensor, units: bool, roo
     own = a.square().sum(1, keepdim=True)
     across = own if b is None else b.square().sum(1, keepdim=True)
     with torch.autocast(device_type(a), enabled=False):
-        squared = own - 2 * (a @ (a if b is None else b).T) + across.T  # (B, R)
+        squared = (own + across.T) - 2 * (a @ (a if b is None else b).T)  # (B, R)
     rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
     apart = squared > (rounding if units else left * (1.25 * rounding))
-    if b is None:
-        apart = apart & ~torch.eye(len(a), dtype=torch.bool, device=a.device)
     squared = torch.where(apart, squared, 1.0)
-    return torch.where(apart, squared.sqrt() if root else squared, 0.0).to(kind)
+    result = torch.where(apart, squared.sqrt() if root else squared, 0.0).to(kind)
+    return symmetric.mirrored(result) if b is None else result
 
 
 class _Distances(HandGradient):
@@ -123,7 +123,7 @@ class _Distances(HandGradient):
     ) -> Tensor:
         references, reference_squares = a if b is None else b, left if right is None else right
         with torch.autocast(device_type(a), enabled=False):
-            squared = torch.addmm(left, a, references.T, alpha=-2).add_(reference_squares.T)  # (B, R)
+            squared = torch.add(left, reference_squares.T).addmm_(a, references.T, alpha=-2)  # (B, R)
         rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
         if units:
             squared = torch.threshold_(squared, rounding, 0.0)
@@ -138,7 +138,7 @@ class _Distances(HandGradient):
             result = squared.to(kind)
             result = result.sqrt_() if root else result
         if b is None:
-            result.fill_diagonal_(0.0)
+            result = symmetric.mirrored(result)
         ctx.root = root
         ctx.save_for_backward(a, b, result)
         return result
@@ -223,10 +223,11 @@ class _Units(HandGradient):
 
 
 def _product(x: Tensor, references: Tensor | None) -> Tensor:
-    r = x if references is None else references
-    kind = torch.promote_types(x.dtype, r.dtype)
+    if references is None:
+        return symmetric.product(x)
+    kind = torch.promote_types(x.dtype, references.dtype)
     with torch.autocast(device_type(x), enabled=False):
-        return x.to(kind) @ r.to(kind).T
+        return x.to(kind) @ references.to(kind).T
 
 
 def _result_type(x: Tensor, references: Tensor | None) -> torch.dtype:

@@ -1,8 +1,9 @@
 """Loss-augmented inference of facility location: which items are medoids, by greedy choice and exchange (PAM).
 
 All sums are of integers: distances as multiples of a power of two, n log n as multiples of 2⁻⁴⁰. They are exact in any
-order, so that `search` here, which reads no values, that of `facility_cpu` and the kernel choose the same items, ties
-included.
+order, so that `search` here, which reads no values, that of `facility_cpu` and the kernel choose the same items.
+Distances are counted in steps far coarser than a machine's rounding, and scores within the error of that are equal: of
+equals the first is chosen on every machine.
 """
 
 import functools
@@ -15,11 +16,12 @@ from torch import Tensor
 from nearkin.core import distances
 from nearkin.core.labels import UNKNOWN
 
-__all__ = ["FAR", "FINE", "Problem", "agreement", "disagreement", "entropy_table", "objective", "owners", "problem"]
-__all__ += ["search"]
+__all__ = ["FAR", "FINE", "STEPS", "Problem", "agreement", "disagreement", "entropy_table", "first_best", "objective"]
+__all__ += ["owners", "problem", "search", "smallest", "step"]
 
 FINE = 2**40  # n log n is counted in parts of 1 / FINE
 FAR = 2**62  # the key of a missing medoid
+STEPS = 2.0**31  # in the largest power of two among the distances: half the digits of float64
 
 
 class Problem(NamedTuple):
@@ -32,6 +34,7 @@ class Problem(NamedTuple):
     keys: Tensor
     bits: int
     unit: Tensor  # what one step of a distance is worth, a power of two
+    slack: Tensor  # scores so near to each other are equal
     kinds: Tensor  # (B,) each item's class, named by its first item; -1 unknown
     table: Tensor  # (B + 1,) n log n in parts of FINE
     num_medoids: Tensor
@@ -45,10 +48,9 @@ def problem(distance: Tensor, labels: Tensor, num_clusters: int | None = None) -
     bits = size.bit_length()
     index = torch.arange(size, device=distance.device)
     wide = distances.wide(distance)
+    unit = step(distance)
     spread = distance.detach().T.contiguous().nan_to_num(nan=0.0).clamp(min=0)
-    top = spread.amax().to(wide)
-    above = torch.where(top > 0, top / torch.frexp(top).mantissa, 1.0).clamp(min=2.0**-60)  # the next power of two
-    steps = spread.to(wide, copy=True).mul_(2.0 ** (61 - bits) / above).add_(0.5).long()  # (B, B), to the nearest
+    steps = spread.to(wide, copy=True).div_(unit).add_(0.5).long()  # (B, B), to the nearest
     keys = steps.fill_diagonal_(-1).mul_(2**bits).add_(index[:, None])
     known = labels != UNKNOWN
     same = (labels[:, None] == labels[None, :]) & known[:, None]
@@ -59,9 +61,20 @@ def problem(distance: Tensor, labels: Tensor, num_clusters: int | None = None) -
         num_medoids = num_medoids.clamp(max=num_clusters)
     table = entropy_table(size, distance.device)
     classes = torch.where(leads, table[same.sum(1)], 0).sum()
-    unit = above * 2.0 ** (bits - 61)
     kinds, total = torch.where(known, first, UNKNOWN), table.gather(0, known.sum()[None])[0]
-    return Problem(keys, bits, unit, kinds, table, num_medoids, total, classes)
+    return Problem(keys, bits, unit, size * unit, kinds, table, num_medoids, total, classes)
+
+
+def smallest(kind: torch.dtype) -> float:
+    """The least largest distance: a step of it is still a normal number."""
+    return torch.finfo(kind).tiny * 2 * STEPS
+
+
+def step(distance: Tensor) -> Tensor:
+    """What distances (B, B) are counted in, a power of two: the largest of them has 2³¹ to 2³² steps."""
+    wide = distances.wide(distance)
+    top = distance.detach().nan_to_num(nan=0.0).amax().to(wide).clamp(min=smallest(wide))
+    return top * (0.5 / STEPS) / torch.frexp(top).mantissa
 
 
 @functools.lru_cache(maxsize=16)  # a captured graph must not copy from the host
@@ -122,6 +135,11 @@ def objective(p: Problem, spent: Tensor, joint: Tensor, clusters: Tensor, gamma:
     return (gamma * (1 - agreement(p, joint, clusters)) - spent.to(p.unit.dtype) * p.unit).nan_to_num(nan=-torch.inf)
 
 
+def first_best(p: Problem, scores: Tensor) -> Tensor:
+    """The place of the highest score, of equals the first."""
+    return (scores >= scores.amax() - p.slack).to(torch.uint8).argmax()
+
+
 def search(p: Problem, gamma: Tensor, sweeps: int, steps: int) -> Tensor:
     """The key of each item's medoid, (B,): greedy, then `sweeps` rounds in which a medoid may be exchanged.
 
@@ -132,7 +150,7 @@ def search(p: Problem, gamma: Tensor, sweeps: int, steps: int) -> Tensor:
     chosen = torch.zeros_like(index, dtype=torch.bool)
     picks = []
     for step in range(steps):
-        best = _scores(p, chosen, gamma).argmax()
+        best = first_best(p, _scores(p, chosen, gamma))
         grows = step < p.num_medoids
         chosen = chosen | (index == best) & grows
         picks.append(torch.where(grows, best, -1))
@@ -141,9 +159,8 @@ def search(p: Problem, gamma: Tensor, sweeps: int, steps: int) -> Tensor:
             without = chosen & (index != pick)
             score = _scores(p, without, gamma)
             current = pick.clamp(min=0)
-            best = score.argmax()
-            better = score.gather(0, best[None])[0] > score.gather(0, current[None])[0]
-            best = torch.where(better, best, current)
+            better = score.amax() > score.gather(0, current[None])[0] + p.slack
+            best = torch.where(better, first_best(p, score), current)
             idle = pick < 0
             chosen = torch.where(idle, chosen, without | (index == best))
             picks[slot] = torch.where(idle, pick, best)

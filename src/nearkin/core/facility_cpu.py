@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearkin.core.facility import FAR, Problem, agreement, objective, owners
+from nearkin.core.facility import FAR, Problem, agreement, first_best, objective, owners
 
 __all__ = ["search"]
 
@@ -74,7 +74,7 @@ def _greedy(p: Problem, known: _Known, gamma: Tensor, number: int) -> _State:
             pairs = _movers(known.keys, near)
             pairs = pairs if len(pairs) <= TOGETHER else None
         scores = _scores(p, known, known.keys, near[None], None, gamma, pairs)
-        picks.append(int(scores.argmax()))
+        picks.append(int(first_best(p, scores)))
         row, score = known.keys[picks[-1]], scores[picks[-1]]
         near, second = torch.minimum(near, row), torch.minimum(second, torch.maximum(near, row))
     return _State(picks, near, second, score)
@@ -95,8 +95,8 @@ def _first_exchange(
         for nth, place in enumerate(slots):
             near = torch.where(slot == place, state.second, state.near)
             score = _scores(p, known, known.keys, near[None], None, gamma)
-            best = int(score.argmax())
-            if score[best] > state.score:
+            best = int(first_best(p, score))
+            if score.amax() > state.score + p.slack:
                 return nth, best, score[best]
         return None
     order = torch.tensor(slots)
@@ -109,11 +109,12 @@ def _first_exchange(
         part = slice(start, int(ends[last]))
         near = torch.where(slot == order[first : last + 1, None], state.second, state.near)
         score = _scores(p, known, known.keys[rows[part]], near, tried[part] - first, gamma)
-        better = (score > state.score).nonzero()
+        better = (score > state.score + p.slack).nonzero()
         if len(better):
             winner = tried[part][better[0]]
             score = score.masked_fill(tried[part] != winner, -torch.inf)
-            return int(winner), int(rows[part][score.argmax()]), score.amax()
+            at = first_best(p, score)
+            return int(winner), int(rows[part][at]), score[at]
         start, first = part.stop, last + 1
     return None
 

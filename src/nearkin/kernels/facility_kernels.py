@@ -19,6 +19,8 @@ from nearkin.kernels.launch import CachedLauncher, device_of
 from nearkin.kernels.numerics import tl, triton
 
 FAR = tl.constexpr(facility.FAR)
+STEPS = tl.constexpr(facility.STEPS)
+SMALLEST = tl.constexpr(facility.smallest(torch.float64))
 TILE = 4096  # candidates times items at once
 WARPS = 8
 SHARES = 128  # of the candidates, a power of two; each program has one or more
@@ -135,10 +137,10 @@ def _solve(
     classes = tl.sum(tl.load(sums + V + j, mask=j < programs, other=0), 0)
     known = tl.load(kinds + i, mask=mask_i, other=-1) >= 0
     total = tl.load(table + tl.sum(known.to(tl.int32), 0))
-    above = ((top.to(tl.int64, bitcast=True) >> 52) + 1) << 52  # the next power of two
-    above = tl.where(top > 0, tl.maximum(above.to(tl.float64, bitcast=True), 2.0**-60), 1.0)
-    unit = above * 2.0 ** (BITS - 61)
-    _prepare(distance, kinds, costs, keys, indices + size, above, program, programs, size, BITS, C, N, LARGEST)
+    power = (tl.maximum(top, SMALLEST).to(tl.int64, bitcast=True) >> 52) << 52  # of two, at most the top
+    unit = power.to(tl.float64, bitcast=True) / STEPS
+    slack = size * unit
+    _prepare(distance, kinds, costs, keys, indices + size, unit, slack, program, programs, size, BITS, C, N, LARGEST)
     meetings = 2 * programs
     meet(arrivals, meetings)
 
@@ -160,7 +162,7 @@ def _solve(
             first = tl.where(nth < tries, (v - nth * shares) * C, size)
             winner, score = best(
                 keys, kinds, table, table_parts, total, classes, gamma, unit, places, own, near, second, pick,
-                standing, first, shares * C, size, BITS, C, N)  # fmt: skip
+                standing, slack, first, shares * C, size, BITS, C, N)  # fmt: skip
             tl.store(winners + turn * V + v, winner)
             tl.store(scores + turn * V + v, score)
         meetings += programs
@@ -168,12 +170,12 @@ def _solve(
         winner = tl.load(winners + turn * V + j)
         score = tl.load(scores + turn * V + j)
         nth = j // shares
-        better = (winner >= 0) & ((score > standing) | grows)
+        better = (winner >= 0) & ((score > standing + slack) | grows)
         first = tl.min(tl.where(better, nth, tries), 0)
         if first < tries:
             better = better & (nth == first)
             standing = tl.max(tl.where(better, score, float("-inf")), 0)
-            item = tl.min(tl.where(better & (score == standing), winner, size), 0)
+            item = tl.min(tl.where(better & (score >= standing - slack), winner, size), 0)
             slot = (t + first) % num_medoids
             if grows:
                 row = tl.load(keys + item * size + i, mask=mask_i, other=FAR)
@@ -250,26 +252,25 @@ def _finite(d, LARGEST: tl.constexpr):
 
 @triton.jit
 def _prepare(
-    distance, kinds, costs, keys, true_medoids, above, program, programs, size,
+    distance, kinds, costs, keys, true_medoids, unit, slack, program, programs, size,
     BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
     """Keys of this program's medoids, and the member nearest to its whole class, the first of equals."""
     i = tl.arange(0, N)
     mask_i = i < size
     kind = tl.load(kinds + i, mask=mask_i, other=-1)
     cost = tl.load(costs + i, mask=mask_i, other=float("inf"))
-    factor = 2.0 ** (61 - BITS) / above
     for first in range(program * C, size, programs * C):
         item = first + tl.arange(0, C)
         mask_c = item < size
         inside = mask_c[:, None] & mask_i[None, :]
         d = tl.load(distance + i[None, :] * size + item[:, None], mask=inside, other=0.0)
-        step = (_finite(d, LARGEST) * factor + 0.5).to(tl.int64)
+        step = (_finite(d, LARGEST) / unit + 0.5).to(tl.int64)
         step = tl.where(item[:, None] == i[None, :], -1, step)
         tl.store(keys + item[:, None] * size + i[None, :], step * (1 << BITS) + item[:, None], mask=inside)
         its_kind = tl.load(kinds + item, mask=mask_c, other=-1)
         same = (its_kind >= 0)[:, None] & (kind[None, :] == its_kind[:, None])
         lowest = tl.min(tl.where(same, cost[None, :], float("inf")), 1)
-        medoid = tl.min(tl.where(same & (cost[None, :] == lowest[:, None]), i[None, :], size), 1)
+        medoid = tl.min(tl.where(same & (cost[None, :] <= lowest[:, None] + slack), i[None, :], size), 1)
         medoid = tl.where(medoid < size, medoid, tl.maximum(its_kind, 0))
         tl.store(true_medoids + item, medoid.to(tl.int64), mask=mask_c)
 

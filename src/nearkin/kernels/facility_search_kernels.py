@@ -75,7 +75,7 @@ def place(kinds, near, second, places, program, programs, size, BITS: tl.constex
 @triton.jit
 def best(
     keys, kinds, table, table_parts, total, classes, gamma, unit, places, own, near, second, pick,
-    standing, first, stride, size, BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    standing, slack, first, stride, size, BITS: tl.constexpr, C: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """The candidate of the largest score among those from `first` on, of equals the first, and its score; -1 if none.
 
     pick >= 0: in place of this medoid, and only if the score is above `standing`. Items are counted only for candidates
@@ -136,7 +136,7 @@ def best(
         most = tl.where(gamma == gamma, tl.maximum(one, other), float("inf")) - cost
         least = tl.where(gamma == gamma, tl.minimum(one, other), float("-inf")) - cost
         bar = tl.max(tl.where(valid, least, float("-inf")), 0)  # one of them reaches this
-        hopeless = (most < bar) | ((most <= best_score) & ((winner >= 0) | (pick >= 0)))
+        hopeless = (most < bar - slack) | ((most <= best_score) & ((winner >= 0) | (pick >= 0)))
         valid = valid & (hopeless == 0)
         if tl.max(valid.to(tl.int32), 0) > 0:
             moves = moves & valid[:, None]
@@ -153,8 +153,8 @@ def best(
             score = gamma * (1.0 - agreed) - cost
             score = tl.where(score == score, score, float("-inf"))
             top = tl.max(tl.where(valid, score, float("-inf")), 0)
-            at = tl.min(tl.where(valid & (score == top), c, size), 0)
-            takes = (at < size) & ((top > best_score) | ((winner < 0) & (pick < 0)))
+            at = tl.min(tl.where(valid & (score >= top - slack), c, size), 0)
+            takes = (at < size) & ((top > best_score + slack) | ((winner < 0) & (pick < 0)))
             winner = tl.where(takes, at, winner)
             best_score = tl.where(takes, top, best_score)
             tl.debug_barrier()  # all have been counted

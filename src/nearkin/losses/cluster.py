@@ -89,9 +89,11 @@ def _bracket(distance: Tensor, labels: Tensor, clustering: Clustering, gamma: fl
     if distance.shape[0] == 0:
         return distance.sum()
     same = (labels[:, None] == labels[None, :]) & known[:, None] & known[None, :]
-    with torch.no_grad():  # the member that is nearest to its whole class
-        cost = torch.where(same, distance, 0.0).sum(1)
-        _, medoid = reduce.largest(-cost.expand_as(distance), same)
+    with torch.no_grad():  # the member that is nearest to its whole class, of equals the first
+        cost = torch.where(same, distance, 0.0).sum(1, dtype=distances.wide(distance))
+        costs = torch.where(same, cost, torch.inf)
+        near = costs.amin(1, keepdim=True) + len(cost) * facility.step(distance)
+        medoid = (same & (costs <= near)).to(torch.uint8).argmax(1)
     guessed = torch.where(known, distance.gather(1, clustering.assignment[:, None]).squeeze(1), 0.0).sum()
     true = torch.where(known, distance.gather(1, medoid[:, None]).squeeze(1), 0.0).sum()
     return (gamma * clustering.disagreement - guessed + true).relu()
@@ -109,9 +111,10 @@ def facility_location(
     """Loss-augmented inference: medoids S of large F(S) + γ (1 - NMI), |S| = number of classes.
 
     Greedy (algorithm 1), then `sweeps` rounds in which each medoid may change places with any other item, scored with
-    the whole objective and taken only when better, so the best so far wins; of equals the first. One step scores every
-    candidate at once in O(B²). On a GPU one kernel does it all, up to 4,096 items. Else ("torch" there)
-    nothing may be read, so without `num_clusters` B steps run; those beyond the number of classes change nothing.
+    the whole objective and taken only when better, so the best so far wins; of equals, B · 2⁻³¹ of the largest distance
+    apart or less, the first. One step scores every candidate at once in O(B²). On a GPU one kernel does it all, up to
+    4,096 items. Else ("torch" there) nothing may be read, so without `num_clusters` B steps run; those beyond the
+    number of classes change nothing.
     """
     _check_search(sweeps, num_clusters, impl)
     size = distance.shape[0]
