@@ -1,5 +1,7 @@
 """What every public loss keeps to, each against its float64 twin."""
 
+import re
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -111,6 +113,62 @@ def test_gradcheck(case):
         return
     inputs = (x.requires_grad_(), *module.parameters())
     assert gradcheck(lambda y, *_: module(y, labels), inputs, eps=1e-6, atol=1e-5)
+
+
+def needs(module, x, labels, bytes):
+    """What is enough memory, if these bytes are not: the error names it."""
+    try:
+        module.max_memory = bytes
+        module(x, labels)
+    except ValueError as error:
+        return int(re.search(r": (\d+), got", str(error))[1])
+    return bytes
+
+
+def routes(module, x, labels):
+    """Settings by which a loss is computed in another way: without kernels or logits, and in blocks."""
+    yield {}
+    if hasattr(module, "impl"):
+        yield {"impl": "torch"}
+    if hasattr(module, "max_memory"):
+        least = 1
+        while (needed := needs(module, x, labels, least)) > least:
+            least = needed
+        yield {"max_memory": least}
+
+
+def penalty(module, encoder, x, *rest, graph=True):
+    """The squared gradient of a loss by the inputs of an encoder and by what the loss has learned."""
+    value = module(torch.tanh(x @ encoder), *rest)
+    slopes = torch.autograd.grad(value, (x, *module.parameters()), create_graph=graph)
+    return sum(slope.square().sum() for slope in slopes)
+
+
+@every
+def test_second_derivatives_are_right_or_refused(case):
+    """Of a loss behind an encoder: autograd would silently take for a constant what a gradient by hand has not said."""
+    x, labels = case.batch()
+    g = torch.Generator().manual_seed(2)
+    encoder = torch.randn(DIM, DIM, generator=g, dtype=torch.float64) / 4
+    for settings in routes(case.build().eval(), x, labels):
+        module = case.build().eval()
+        for name, value in settings.items():
+            setattr(module, name, value)
+        leaves = (x.clone().requires_grad_(), *module.parameters())
+        if not case.smooth:  # part of it is a constant in the gradient
+            with pytest.raises(RuntimeError, match=r"Loss, whose .* has no second derivative; take its gradient"):
+                penalty(module, encoder, leaves[0], labels)
+            continue
+        slopes = torch.autograd.grad(penalty(module, encoder, leaves[0], labels), leaves)
+        steps = [torch.randn(leaf.shape, generator=g, dtype=leaf.dtype) for leaf in leaves]
+        sides = []
+        for move in (1e-5, -2e-5):
+            with torch.no_grad():
+                for leaf, step in zip(leaves, steps, strict=True):
+                    leaf.add_(step, alpha=move)
+            sides.append(penalty(module, encoder, leaves[0], labels, graph=False))
+        along = sum((slope * step).sum() for slope, step in zip(slopes, steps, strict=True))
+        torch.testing.assert_close(along, (sides[0] - sides[1]) / 2e-5, rtol=1e-4, atol=1e-5, msg=str(settings))
 
 
 @every

@@ -8,6 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from nearkin import losses, mining, relations
 from nearkin.core import checks, distances, reduce
+from nearkin.core.autograd import gradients_again
 
 
 def batch(items=64, dim=5, unknown=False):
@@ -179,3 +180,46 @@ def test_counts_of_masks():
     )
     values = torch.randn(5, 9)
     assert torch.equal(reduce.highest(values, mask), reduce.largest(values, mask)[0])
+
+
+CONSTANTS = {  # losses in whose gradient something is a constant that is none
+    "AdaCos in training": losses.AdaCosLoss(5, 4),
+    "ArcFace, straight through": losses.ArcFaceLoss(5, 4),
+    "ArcFace, straight through, in blocks": losses.ArcFaceLoss(5, 4, impl="torch"),
+}
+
+
+@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_gradient_made_of_constants_is_not_differentiated_again(name, near):
+    module, labels = CONSTANTS[name].double(), torch.arange(5)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    x = (module.weight.detach() + 1e-9 * x if near else x).requires_grad_()
+    loss = module
+    if "straight" in name:
+        loss = partial(losses.arcface_loss, weight=module.weight, straight_through=True, impl=module.impl)
+    loss(x, labels).backward()
+    with pytest.raises(RuntimeError, match=r"has no second derivative; take its gradient without create_graph=True"):
+        torch.autograd.grad(loss(x, labels), module.weight, create_graph=True)
+
+
+def test_torch_func_takes_one_derivative_of_them():
+    x, labels = batch(12)
+
+    def loss(y):
+        return losses.circle_loss(y, labels)
+
+    slope = torch.func.grad(loss)(x)
+    assert slope.any() and torch.func.jacrev(loss)(x).equal(slope)
+    for twice in (torch.func.hessian(loss), torch.func.grad(lambda y: torch.func.grad(loss)(y).sum())):
+        with pytest.raises(RuntimeError, match=r"CircleLoss.* has no second derivative; .* by one torch.func.grad"):
+            twice(x)
+
+
+def test_a_path_from_one_input_to_another_is_counted_once():
+    """As from anchors to the score of their own class."""
+    x = torch.randn(3, generator=torch.Generator().manual_seed(7), dtype=torch.float64).requires_grad_()
+    y = x * x
+    by = gradients_again(lambda a, b, _: (a * b).sum(), (x, y, None), (True, True, False), torch.ones(()).double())
+    assert torch.equal(by[0], y) and torch.equal(by[1], x) and by[2] is None
+    assert torch.equal(torch.autograd.grad(by[0].sum(), x)[0], 2 * x)

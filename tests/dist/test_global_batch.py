@@ -23,6 +23,7 @@ import worlds
 from nearkin import evaluation, losses, mining, samplers
 from nearkin.dist import collectives
 from nearkin.dist.global_batch import GlobalBatch, average_gradients, share_state
+from nearkin.dist.sync_batchnorm import SyncedNorm
 from nearkin.memory import CrossBatchMemory
 
 WORLDS = (1, 2, 3, 4)
@@ -400,6 +401,34 @@ def test_bad_use_gets_one_sentence_on_every_rank():
     assert second == BAD | {"classes": BAD["classes"].format(rank=1, classes=5)}
     assert first.pop("classes") == BAD["classes"].format(rank=0, classes=4)
     assert first == {name: sentence for name, sentence in BAD.items() if name not in ("counts", "classes")}
+
+
+def second_derivatives(rank, world):
+    """What this rank says to them: each knows the gradient of its own rows alone."""
+    x, labels = items()
+    own, kin = part(x, CUTS[world][0], rank).requires_grad_(), part(labels, CUTS[world][0], rank)
+    norm = SyncedNorm(INPUT).double()
+    values = [lambda: GlobalBatch(losses.SupConLoss())(own, kin), lambda: norm(own).square().sum()]
+    for impl in ("auto", "torch"):
+        shared = losses.CosFaceLoss(cases.CLASSES, INPUT, shard=True, impl=impl).double()
+        values.append(lambda shared=shared: shared(own, kin))
+    sentences = []
+    for value in values:
+        value().backward()
+        try:
+            torch.autograd.grad(value(), own, create_graph=True)
+        except RuntimeError as error:
+            sentences.append(str(error))
+    return sentences
+
+
+def test_second_derivatives_are_refused():
+    for sentences in worlds.run(2, second_derivatives):
+        assert [s.partition(" has no second derivative; ")[0] for s in sentences] == [
+            "a batch gathered from several processes",
+            "batch normalisation over several processes",
+            *["a loss whose class weights processes share (shard=True)"] * 2,
+        ]
 
 
 def variants(rank, world):

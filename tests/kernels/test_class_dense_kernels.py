@@ -126,7 +126,7 @@ def graph(arguments):
         others = [t.grad for place, t in enumerate(leaves) if place != learns]
         facts[f"only {learns} learns"] = others == [None, None] and torch.equal(leaves[learns].grad, base[1 + learns])
     facts["nothing learns"] = torch.equal(losses.heated_softmax_loss(x, labels, weight, bias, impl="triton"), base[0])
-    for name in ("normalized", "arcface", "sphereface", "adaface", "magface", "heated", "proxy-nca"):
+    for name in ("normalized", "arcface", "sphereface", "magface", "heated", "proxy-nca"):
         facts[f"twice differentiable: {name}"] = second(name, arguments)
     half = weight.bfloat16().requires_grad_()
     if hasattr(half, "grad_dtype"):

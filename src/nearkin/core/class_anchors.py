@@ -4,14 +4,15 @@ The transpose of `core.class_softmax`: for each class, the log-sum-exp over the 
 items need only (B, D) tensors and plain autograd.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin.core import class_softmax, distances, reduce
-from nearkin.core.autograd import HandGradient, device_type, traced
+from nearkin.core.autograd import HandGradient, device_type, gradients_again, traced
 
 __all__ = ["Negatives", "class_anchors"]
 
@@ -99,6 +100,19 @@ def _gradients(
     return by_scaled.to(scaled.dtype, copy=True), by_weight
 
 
+def _plain(scaled: Tensor, weight: Tensor, others: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor]:
+    """The rest and the own weights of `_scan` in autograd's steps, which store all scores."""
+    (ids, known_ids, peak), sums = others, []
+    with torch.autocast(device_type(scaled), enabled=False):
+        for start, part in class_softmax._blocks(weight, size):
+            scores = scaled @ class_softmax._rows(part, True, scaled.dtype).T
+            classes = torch.arange(start, start + len(part), device=ids.device)
+            counts = (known_ids[:, None] != classes) & (known_ids >= 0)[:, None]
+            parts = torch.where(counts, scores - peak[classes], -torch.inf).exp()
+            sums.append(parts.sum(0, dtype=distances.wide(scaled)))
+    return class_softmax.finished(torch.cat(sums), scaled)[0], weight[ids].to(scaled.dtype)
+
+
 class _Pass(HandGradient):
     @staticmethod
     def forward(
@@ -111,8 +125,12 @@ class _Pass(HandGradient):
         return peak, rest, own, taint
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # for a second derivative
+            scaled, weight, *others, _ = ctx.saved_tensors
+            plain = partial(_plain, others=others, size=ctx.settings[0])
+            again = gradients_again(plain, (scaled, weight), ctx.needs_input_grad[:2], (by_rest, by_own))
+            return *again, None, None, None
         scaled, weight, ids, known_ids, peak, share = ctx.saved_tensors
         size, kind = ctx.settings
         wants = ctx.needs_input_grad[1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import distances, reduce
-from nearkin.core.autograd import HandGradient, device_type, traced
+from nearkin.core.autograd import HandGradient, device_type, gradients_again, traced
 from nearkin.core.class_softmax import spread
 
 __all__ = ["OwnScore", "OwnScoreFunction", "cross_entropy"]
@@ -114,7 +114,11 @@ class _Dense(HandGradient):
         inverse, row_inverse, share, best, total, rest, slope, stretch = kept
         scale, _, centers, soft, normalize = ctx.form
         if torch.is_grad_enabled():  # for a second derivative
-            return (*_again(given_anchors, given_rows, ids, target, bias, ctx.form, upstream), None, None)
+            inputs, wanted = (given_anchors, given_rows, target), (*ctx.needs_input_grad[:2], ctx.needs_input_grad[3])
+            by_anchors, by_rows, by_target = gradients_again(
+                lambda a, r, t: _plain(a, r, ids, t, bias, ctx.form), inputs, wanted, upstream
+            )
+            return by_anchors, by_rows, None, by_target, None, None
         pull = upstream[:, None] * rest.sigmoid() if soft else upstream[:, None]
         parts = share * (scale * pull / total)
         if target is None:
@@ -152,22 +156,3 @@ def _plain(
     total = (masked - top[:, None]).exp().sum(1)
     rest = torch.where(total == 0, reduce.log_zero(total), torch.where(total == 0, 1.0, total).log()) - (score - top)
     return reduce.softplus(rest) if form.soft else rest
-
-
-def _again(
-    anchors: Tensor,
-    rows: Tensor,
-    ids: Tensor,
-    target: Tensor | None,
-    bias: Tensor | None,
-    form: _Form,
-    upstream: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of `cross_entropy` through autograd's steps, for a second derivative."""
-    value = _plain(anchors, rows, ids, target, bias, form)
-    inputs = [t for t in (anchors, rows, target) if t is not None and t.requires_grad]
-    gradients = iter(torch.autograd.grad(value, inputs, upstream, create_graph=True))
-    by_anchors, by_rows, by_target = (
-        next(gradients) if t is not None and t.requires_grad else None for t in (anchors, rows, target)
-    )
-    return by_anchors, by_rows, None, by_target

@@ -4,15 +4,15 @@ The pass leaves the own class out: its score, with whatever margin, needs only (
 pass serves every margin; its log-sum-exp and the score of the own class are joined at the end, in `cross_entropy`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks, distances, reduce
-from nearkin.core.autograd import HandGradient, device_type, traced
+from nearkin.core.autograd import HandGradient, device_type, gradients_again, traced
 
 __all__ = ["Rivals", "block", "class_softmax", "cross_entropy", "finished", "fits", "gradient_kind", "kind_of"]
 __all__ += ["own_cosine", "own_rows", "scaled_anchors", "spread", "with_own"]
@@ -56,7 +56,7 @@ def class_softmax(
     sub_centers: K rows per class, of which the best is the class's score. lost: the score of a weight too short to be
     scaled to unit length. Memory: B·D and a block of `max_memory` bytes beside the gradients; float32 sums (float64 for
     float64). The forward pass also computes the mean class weight under the softmax, which is the gradient by the
-    anchors; the backward pass recomputes the scores for the gradient by the weights. It can be differentiated once.
+    anchors; the backward pass recomputes the scores for the gradient by the weights. A second derivative stores all.
     """
     anchors = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
     scaled = scaled_anchors(anchors, weight, scale, normalize[0])
@@ -151,16 +151,22 @@ def _scores(
     scaled: Tensor, rows: Tensor, ids: Tensor, start: int, sub_centers: int, lost: float
 ) -> tuple[Tensor, Tensor | None]:
     """Scores of a block of classes, (B, n), -inf for the own class; and the sub-centre of each, if several."""
-    scores = scaled @ rows.T
-    if lost:
-        scores += torch.where(reduce.any_in_row(rows != 0), 0.0, lost)
-    best = None
-    if sub_centers > 1:
-        scores, best = scores.view(len(ids), rows.shape[0] // sub_centers, sub_centers).max(2)
+    scores, best = _of_classes(scaled, rows, sub_centers, lost)
     place = (ids - start // sub_centers)[:, None]
     column = place.clamp(0, scores.shape[1] - 1)
     scores.scatter_(1, column, scores.gather(1, column).masked_fill_(place == column, -torch.inf))
     return scores, best
+
+
+def _of_classes(scaled: Tensor, rows: Tensor, sub_centers: int, lost: float) -> tuple[Tensor, Tensor | None]:
+    """The same with that of the own class."""
+    scores = scaled @ rows.T
+    if lost:
+        scores += torch.where(reduce.any_in_row(rows != 0), 0.0, lost)
+    if sub_centers == 1:
+        return scores, None
+    best: tuple[Tensor, Tensor] = scores.view(len(scaled), rows.shape[0] // sub_centers, sub_centers).max(2)
+    return best
 
 
 def spread(parts: Tensor, best: Tensor | None, sub_centers: int) -> Tensor:
@@ -251,6 +257,20 @@ def _weight_gradient(
     return by_weight
 
 
+def _plain(
+    scaled: Tensor, weight: Tensor, others: Sequence[Tensor], settings: tuple[bool, int, float, int]
+) -> tuple[Tensor, Tensor]:
+    """The rest and the own rows of `_scan` in autograd's steps, which store all scores."""
+    (ids, picks, peak), (normalize, centers, lost, size) = others, settings
+    total = torch.zeros_like(peak, dtype=distances.wide(scaled))
+    with torch.autocast(device_type(scaled), enabled=False):
+        for start, part in _blocks(weight, size):
+            scores, _ = _of_classes(scaled, _rows(part, normalize, scaled.dtype), centers, lost)
+            own = ids[:, None] - start // centers == torch.arange(scores.shape[1], device=ids.device)
+            total = total + torch.where(own, -torch.inf, scores - peak[:, None]).exp().sum(1)
+    return finished(total, scaled)[0], weight[picks].to(scaled.dtype)
+
+
 class _Pass(HandGradient):
     @staticmethod
     def forward(
@@ -272,8 +292,12 @@ class _Pass(HandGradient):
         return peak, rest, own, taint
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # for a second derivative
+            scaled, weight, *others, _, _ = ctx.saved_tensors
+            plain = partial(_plain, others=others, settings=ctx.settings[:4])
+            by = gradients_again(plain, (scaled, weight), ctx.needs_input_grad[:2], (by_rest, by_own))
+            return *by, *[None] * 6
         return *_gradients(ctx, by_rest, by_own, _weight_gradient), *[None] * 6
 
 

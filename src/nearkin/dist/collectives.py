@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nearkin.core.autograd import HandGradient
+from nearkin.core.autograd import HandGradient, refuse_second_derivative
 
 __all__ = [
     *("Group", "broadcast", "counts", "digest", "gather", "gather_partial", "largest", "rank", "row_counts", "same"),
@@ -174,6 +174,7 @@ class _Gather(HandGradient):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a batch gathered from several processes")  # each knows its own part of it alone
         if ctx.partial:
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             gradient = _reduced(wide, ctx.group, dist.ReduceOp.SUM)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nearkin.core.autograd import HandGradient
+from nearkin.core.autograd import HandGradient, refuse_second_derivative
 from nearkin.dist import collectives
 
 __all__ = ["SyncedNorm", "sync"]
@@ -87,6 +87,7 @@ class _Normalize(HandGradient):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor, None]:
+        refuse_second_derivative("batch normalisation over several processes")
         normal, scale, total = ctx.saved_tensors
         sums = collectives.total(torch.stack([gradient.sum(1), (gradient * normal).sum(1)]))
         along = sums[0][:, None] + normal * sums[1][:, None]

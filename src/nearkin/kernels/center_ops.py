@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
-from nearkin.core.autograd import HandGradient
+from nearkin.core.autograd import HandGradient, gradients_again
 from nearkin.kernels import class_dense_ops, eligible, launch
 from nearkin.kernels.class_dense_ops import Again
 
@@ -98,7 +98,7 @@ class _Loss(HandGradient):
         x, weight, bias, labels, centers, rows, weight_rows, slopes, facts = ctx.saved_tensors
         wants = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():
-            return *launch.gradients_again(ctx.again, (x, weight, bias), wants, upstream), *[None] * 6
+            return *gradients_again(ctx.again, (x, weight, bias), wants, upstream), *[None] * 6
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         products = (rows, weight_rows)  # the kernel multiplies itself
         if not ctx.few:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks
 from nearkin.core import class_anchors as plain
@@ -114,7 +113,7 @@ class _Pass(HandGradient):
         return level, rest, weight_rows[ids].float(), taint
 
     @staticmethod
-    @once_differentiable
+    @launch.once
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
         *saved, ids, level, share = ctx.saved_tensors
         operands = fused._kernels().Operands(*saved, *ctx.choices)

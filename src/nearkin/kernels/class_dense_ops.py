@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nearkin import kernels
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
-from nearkin.core.autograd import HandGradient
+from nearkin.core.autograd import HandGradient, gradients_again
 from nearkin.kernels import eligible, launch
 from nearkin.kernels.class_loss_ops import Annealing, Form, readable, readable_statistics
 
@@ -141,16 +141,7 @@ class _Loss(HandGradient):
         x, weight, bias, scores, *prepared = ctx.saved_tensors
         wants = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # for a second derivative: through autograd's steps
-            inputs = (x, weight, bias)
-            slopes = iter(
-                torch.autograd.grad(
-                    ctx.again(*inputs),
-                    [t for t, wanted in zip(inputs, wants, strict=True) if wanted],
-                    upstream,
-                    create_graph=True,
-                )
-            )
-            return *(next(slopes) if wanted else None for wanted in wants), None, None
+            return *gradients_again(ctx.again, (x, weight, bias), wants, upstream), None, None
         dense, _ = _kernels()
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         gradients = dense.tile_gradients if ctx.few else functools.partial(dense.gradients, own=True)

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 from nearkin.core import class_softmax as plain
 from nearkin.core import distances
 from nearkin.core.autograd import HandGradient
 from nearkin.core.class_softmax import Rivals
+from nearkin.kernels import launch
 
 __all__ = ["class_softmax", "gradients", "merged", "precision", "query_gradient", "serves"]
 
@@ -134,7 +134,7 @@ class _Pass(HandGradient):
         return level, rest, weight_rows[picks].float(), taint
 
     @staticmethod
-    @once_differentiable
+    @launch.once
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, by_own: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
         *saved, picks, level, share = ctx.saved_tensors
         operands = _kernels().Operands(*saved, *ctx.choices)

@@ -12,17 +12,17 @@ it does not hold, triton searches.
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
+from nearkin.core.autograd import refuse_second_derivative
 
-__all__ = ["CachedLauncher", "device_of", "enter_thread", "gradients_again", "once"]
+__all__ = ["CachedLauncher", "device_of", "enter_thread", "once"]
 
 TESTED = ("3.6",)
 DESCRIPTORS = set()  # classes of tensor descriptors, added by the kernels that take them: triton is not imported here
@@ -98,20 +98,11 @@ def _compiled_forms_launch() -> bool:
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that cannot be differentiated again; torch's guard costs time and is applied only under grad mode."""
-    guarded = once_differentiable(backward)
+    """A backward by kernels, which cannot be differentiated again."""
 
     @functools.wraps(backward)
-    def chosen(ctx: Any, upstream: Tensor) -> Any:
-        return guarded(ctx, upstream) if torch.is_grad_enabled() else backward(ctx, upstream)
+    def chosen(ctx: Any, *upstream: Tensor) -> Any:
+        refuse_second_derivative("a gradient by Triton kernels", 'impl="torch" computes the loss without them')
+        return backward(ctx, *upstream)
 
     return chosen
-
-
-def gradients_again(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], wanted: Sequence[bool], upstream: Tensor
-) -> list[Tensor | None]:
-    """The gradients of a function by the inputs that are wanted, by autograd, to be differentiated once more."""
-    chosen = [tensor for tensor, wants in zip(inputs, wanted, strict=True) if wants and tensor is not None]
-    gradients = iter(torch.autograd.grad(function(*inputs), chosen, upstream, create_graph=True))
-    return [next(gradients) if wants else None for wants in wanted]

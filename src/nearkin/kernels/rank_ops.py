@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nearkin import kernels
 from nearkin.core.autograd import HandGradient
+from nearkin.kernels import launch
 
 __all__ = ["histogram_misses", "precisions", "takes"]
 
@@ -64,7 +64,7 @@ class _Precisions(HandGradient):
         return out
 
     @staticmethod
-    @once_differentiable
+    @launch.once
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         return _kernels().precisions(*ctx.saved_tensors, slope.contiguous()), None, None
 
@@ -79,6 +79,6 @@ class _Histograms(HandGradient):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @launch.once
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         return _kernels().histograms_back(*ctx.saved_tensors, ctx.bins, slope.contiguous()), None, None, None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.core import class_softmax as plain
-from nearkin.core.autograd import HandGradient
+from nearkin.core.autograd import HandGradient, gradients_again
 from nearkin.kernels import class_dense_ops, eligible, launch
 from nearkin.kernels.class_dense_ops import Again
 
@@ -73,7 +73,7 @@ class _Loss(HandGradient):
         x, centers, slopes, by_units, *prepared = ctx.saved_tensors
         wants = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():
-            return *launch.gradients_again(ctx.again, (x, centers, None), (*wants, False), upstream), *[None] * 3
+            return *gradients_again(ctx.again, (x, centers, None), (*wants, False), upstream), *[None] * 3
         dense, _ = _kernels()
         kinds = [kind if wanted else None for kind, wanted in zip(ctx.kinds, wants, strict=True)]
         operands = dense.Prepared(*prepared, True), x.contiguous(), centers.contiguous()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import angles, checks, class_dense, class_softmax, distances
+from nearkin.core.autograd import differentiable_once
 from nearkin.core.class_dense import OwnScore
 from nearkin.core.errors import NearPole
 from nearkin.losses import class_sampling, class_shards, logits
@@ -126,7 +127,7 @@ def _arc_target(score: Tensor, _: Tensor, margin: float, scale: float, straight_
     sin = (1 - cos * cos).sqrt()
     target = scale * _add_margin(cos, sin, margin)
     if straight_through:
-        return OwnScore(score + (target - score).detach())
+        return OwnScore(_straight(score, target))
     slope = math.cos(margin) + cos / sin * math.sin(margin)
     return OwnScore(target, torch.where(cos > -math.cos(margin), slope, 1.0))
 
@@ -135,7 +136,12 @@ def _cos_plus_margin(x: Tensor, own: Tensor, margin: float, straight_through: bo
     """`_add_margin` of unit rows, (B,)."""
     cos, sin = angles.cos_sin(x, own)
     target = _add_margin(cos, sin, margin)
-    return cos + (target - cos).detach() if straight_through else target
+    return _straight(cos, target) if straight_through else target
+
+
+def _straight(score: Tensor, target: Tensor) -> Tensor:
+    """The target with the slope of the plain score."""
+    return differentiable_once(score + (target - score).detach(), "ArcFaceLoss(straight_through=True)")
 
 
 def _add_margin(cos: Tensor, sin: Tensor, margin: float) -> Tensor:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from nearkin.core import checks, class_softmax, distances, reduce
-from nearkin.core.autograd import HandGradient
+from nearkin.core.autograd import HandGradient, refuse_second_derivative
 from nearkin.core.class_softmax import Rivals
 from nearkin.dist import collectives
 
@@ -38,6 +37,7 @@ __all__ = [
 ]
 
 DRAWN = 2**20  # numbers that are drawn at once for class weights
+_SHARED = "a loss whose class weights processes share (shard=True)"
 
 
 class Shard(NamedTuple):
@@ -261,8 +261,8 @@ class _Join(HandGradient):
         return top, rest, *sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Tensor, by_rest: Tensor, *by_terms: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(_SHARED)
         return None, None, by_rest * ctx.saved_tensors[0], *by_terms
 
 
@@ -285,8 +285,8 @@ class _Sum(HandGradient):
         return tuple(_sums(group, *tensors))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *by: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(_SHARED)
         return None, *by
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nearkin import mining
 from nearkin.core import blockwise, checks, distances, reduce
+from nearkin.core.autograd import differentiable_once
 from nearkin.core.relations import Labels, Relation
 from nearkin.losses import sampling_dim as sampling_dims
 from nearkin.losses.call import PairCall, Plan
@@ -257,7 +258,8 @@ def circle_loss(
         push = scale * (weight + margin).relu() * (similarity - margin)
         both = reduce.any_in_row(relation.positive) & reduce.any_in_row(relation.negative)
         value = reduce.logsumexp(pull, relation.positive) + reduce.logsumexp(push, relation.negative)
-        return reduce.softplus(torch.where(both, value, 0.0)), both
+        value = reduce.softplus(torch.where(both, value, 0.0))
+        return differentiable_once(value, "CircleLoss, whose weights are constants in its gradient,"), both
 
     return call.terms(*call.run(rows))
 

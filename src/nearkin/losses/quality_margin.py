@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import angles, checks, class_dense, distances, reduce
-from nearkin.core.autograd import refuse_transforms
+from nearkin.core.autograd import differentiable_once, refuse_transforms
 from nearkin.core.labels import UNKNOWN
 from nearkin.losses import class_sampling, class_shards, logits
 from nearkin.losses.call import ClassCall, Form, again_plainly, many_in_bfloat16
@@ -79,7 +79,8 @@ def _adaptive_target(x: Tensor, own: Tensor, quality: Tensor, margin: float) -> 
     beyond = (turn > -EPSILON) & (cos <= -(EPSILON + turn).cos())
     bent = torch.where(below | beyond, 0.0, cos * turn.cos() - sin * turn.sin())
     clipped = torch.where(below, math.cos(EPSILON), torch.where(beyond, -math.cos(EPSILON), 0.0))
-    return bent + clipped - (margin + margin * quality)
+    target = bent + clipped - (margin + margin * quality)
+    return differentiable_once(target, "AdaFaceLoss, whose margins are constants in its gradient,")
 
 
 @torch.no_grad()

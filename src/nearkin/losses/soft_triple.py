@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, class_softmax, distances, reduce
-from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
+from nearkin.core.autograd import HandGradient, device_type, gradients_again, recomputed, traced
 from nearkin.losses import class_shards, logits
 from nearkin.losses.call import ClassCall, again_plainly
 from nearkin.losses.class_shards import Shard
@@ -185,8 +185,7 @@ class _WithinClass(HandGradient):
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         w, apart = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative
-            again: Tensor = torch.autograd.grad(_plain_within_class(w), w, upstream, create_graph=True)[0]
-            return again
+            return gradients_again(_plain_within_class, (w,), (True,), upstream)[0]  # type: ignore[return-value]
         classes, centers, _ = w.shape
         inverse = apart.reciprocal()
         inverse.diagonal(dim1=1, dim2=2).zero_()

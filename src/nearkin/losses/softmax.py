@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from nearkin.core import checks, class_dense, class_softmax, distances, reduce
-from nearkin.core.autograd import refuse_transforms
+from nearkin.core.autograd import differentiable_once, refuse_transforms
 from nearkin.losses import class_sampling, class_shards, logits
 from nearkin.losses.call import ClassCall, Form, again_plainly
 from nearkin.losses.class_shards import Shard
@@ -23,6 +23,8 @@ __all__ = [
     "heated_softmax_loss",
     "normalized_softmax_loss",
 ]
+
+_ADAPTED = "AdaCosLoss in training, whose scale is a constant in its gradient,"
 
 
 def normalized_softmax_loss(
@@ -337,11 +339,12 @@ class AdaCosLoss(LossModule, function=adacos_loss):
             again = partial(again_plainly, adacos_loss, labels, scale=following, reduction=self.reduction)
             if (value := call.kernel(Form(self.scale), again, adapted=following)) is not None:
                 self.scale = following
-                return value
+                return differentiable_once(value, _ADAPTED)
             self.scale = adacos_scale(
                 embeddings, labels, self.weight, self.scale, impl=self.impl, max_memory=self.max_memory, shard=shard
             )
-        return adacos_loss(embeddings, labels, self.weight, scale=self.scale, shard=shard, **self.arguments())
+        value = adacos_loss(embeddings, labels, self.weight, scale=self.scale, shard=shard, **self.arguments())
+        return differentiable_once(value, _ADAPTED) if self.dynamic and self.training else value
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """s cos of every class, (B, C), with the present scale; differentiable."""
