@@ -719,3 +719,24 @@ def test_sigmoid_is_the_paper_of_two_views():
     torch.testing.assert_close(blocks, wanted)
     with pytest.raises(ValueError, match=r"log_scale must be a number or a floating point scalar, got .*\(2,\)"):
         losses.sigmoid_loss(images, ids, texts, ids, log_scale=torch.ones(2))
+
+
+def vicreg_outcome(x, kind):
+    x = x.to(kind, copy=True).requires_grad_()
+    value = losses.vicreg_loss(x, torch.arange(16) // 4)
+    value.backward()
+    return float(value.detach()), x.grad
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e5, 1e6, 3e6, 1e7, 1e9])
+def test_vicreg_of_long_rows_is_as_exact_in_float32(size):
+    x = size * torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    (got, slope), (wanted, exact) = (vicreg_outcome(x, kind) for kind in (torch.float32, torch.float64))
+    assert got == pytest.approx(wanted, rel=1e-5)
+    assert float((slope - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("size", [1e10, 1e20, 3e37])
+def test_vicreg_beyond_float32_is_finite(size):
+    value, slope = vicreg_outcome(size * torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.float32)
+    assert 1e37 < value < math.inf and slope.isfinite().all()

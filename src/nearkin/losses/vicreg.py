@@ -34,8 +34,9 @@ def vicreg_loss(
     The mean is over positive pairs. Z are the anchors, Z' the references, or the batch itself where there are none: one
     view as embeddings and the other as references, under a label per item, is the paper's setting. Embeddings of free
     length: on the unit sphere no dimension reaches γ. Items without a positive do not count. Var and Cov divide by
-    n - 1. Needs two items per class, or references. See also `infonce_loss`. Bardes et al. 2022, arXiv:2105.04906,
-    eq. 1 to 6; λ = μ = 25, ν = 1, and the factors 1/D and 1/2, from its released code.
+    n - 1. c grows with the fourth power of lengths; what float32 cannot hold, from lengths of 1e9 on, is cut to 4e37.
+    Needs two items per class, or references. See also `infonce_loss`. Bardes et al. 2022, arXiv:2105.04906, eq. 1 to 6;
+    λ = μ = 25, ν = 1, and the factors 1/D and 1/2, from its released code.
     """
     for name, weight in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
         checks.at_least(name, weight, 0)
@@ -59,15 +60,17 @@ def vicreg_loss(
         sides.append((batch.references, used))
     for x, used in sides:
         spread, redundancy = _statistics(x, used, deviation, epsilon)
-        value = value + (variance * spread / 2 + covariance * redundancy).to(value.dtype) * (2 // len(sides))
+        part = variance * spread / 2 + covariance * redundancy
+        most = torch.finfo(value.dtype).max / 8  # the fourth power of a length may not fit the type of the loss
+        value = value + part.clamp(max=most).to(value.dtype) * (2 // len(sides))
     return value + call.taint()
 
 
 def _statistics(x: Tensor, used: Tensor, deviation: float, epsilon: float) -> tuple[Tensor, Tensor]:
     """v and c of the used rows; 0 where there are none."""
-    narrow = distances.upcast(x)
-    bound = torch.finfo(narrow.dtype).max ** (1 / 6)  # squares of covariances stay finite
-    wide = narrow.clamp(-bound, bound).to(distances.wide(x))
+    narrow, kind = distances.upcast(x), distances.wide(x)
+    bound = torch.finfo(kind).max ** (1 / 6)  # squares of covariances stay finite
+    wide = narrow.to(kind).clamp(-bound, bound)
     number = used.sum()
     mean = torch.where(used[:, None], wide, 0.0).sum(0) / number.clamp(min=1)
     centred = torch.where(used[:, None], wide - mean, 0.0)  # (n, D)
@@ -77,8 +80,9 @@ def _statistics(x: Tensor, used: Tensor, deviation: float, epsilon: float) -> tu
     with torch.autocast(device_type(x), enabled=False):
         square = centred.to(narrow.dtype)
         square = square.T @ square / degrees.to(narrow.dtype)  # (D, D)
-    alike = square.square() * ~torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
-    spread, redundancy = hinge.sum() / dim, alike.sum() / dim
+    size = square.detach().abs().sum().clamp(min=torch.finfo(square.dtype).tiny)  # of which squares are finite
+    alike = (square / size).square() * ~torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+    spread, redundancy = hinge.sum() / dim, alike.sum() * size.to(kind).square() / dim
     return torch.where(number > 0, spread, 0.0), torch.where(number > 0, redundancy, 0.0)
 
 
