@@ -211,6 +211,14 @@ _PLAIN: dict[str, Callable[[Tensor, Relation], Triplets | Pairs]] = {
 _SEMIHARD = {"semihard": "farthest", "semihard_or_hardest": "hardest", "semihard_or_skip": "skip"}
 TRIPLET_SELECTIONS = ("hard", *_SEMIHARD, "batch_hard", "easy_positive", "random", "distance_weighted")
 PAIR_SELECTIONS = ("hard_negatives", "multi_similarity")
+DRAWN = ("random", "distance_weighted")
+
+
+def check_generator(selection: Selection, generator: torch.Generator | None) -> None:
+    """Refuses a generator that nothing would be drawn from."""
+    if generator is not None and not (isinstance(selection, str) and selection in DRAWN):
+        names = " or ".join(f'"{name}"' for name in DRAWN)
+        raise ValueError(f"generator must be left out unless selection is {names}, which draw, got a torch.Generator")
 
 
 def select(
@@ -222,7 +230,7 @@ def select(
     cutoff: float | Tensor | None = 1.4,
     generator: torch.Generator | None = None,
 ) -> Triplets | Pairs:
-    """Applies a selection, by name with the arguments it needs, or as a callable.
+    """Applies a selection, by name with those of the arguments that it needs, or as a callable.
 
     On the CPU an anchor's triplets are as many as its positives, where these are few, instead of one per column.
     """

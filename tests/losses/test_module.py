@@ -162,6 +162,7 @@ def test_reading_gives_what_was_constructed(name, setting):
 def test_a_changed_setting_is_as_good_as_a_constructed_one(name, setting):
     value = another(name, setting)
     base = {"selection": "all"} if (name, setting) == ("MarginLoss", "normalize") else {}
+    base |= {"selection": "random"} if setting == "generator" else {}
     constructed, changed = make(name, **base, **{setting: copy.deepcopy(value)}), make(name, **base)
     setattr(changed, setting, copy.deepcopy(value))
     assert repr(changed) == repr(constructed) or setting == "generator"
@@ -295,6 +296,32 @@ def test_settings_beside_a_selection_of_your_own_are_checked_without_calling_it(
     for switch in ("normalize", "squared", "swap"):
         if switch in settings_of(name):
             setattr(module, switch, not getattr(module, switch))
+
+
+DRAWN = r'generator must be left out unless selection is "random" or "distance_weighted", which draw, got a torch'
+BLOCKS = r'max_memory must be left out unless assignment="static" and proxies_per_class=1, .* got 1'
+EPSILON = 'epsilon must be left out unless selection="multi_similarity", got 9'
+IGNORED = [
+    ("MultiSimilarityLoss", {"selection": "all", "epsilon": 9}, EPSILON),
+    ("MultiSimilarityLoss", {"selection": "hard_negatives", "epsilon": 9}, EPSILON),
+    ("ContrastiveLoss", {"generator": torch.Generator()}, DRAWN),
+    ("TripletLoss", {"generator": torch.Generator()}, DRAWN),
+    ("TripletLoss", {"selection": mining.hard, "generator": torch.Generator()}, DRAWN),
+    ("QuadrupletLoss", {"selection": "all", "generator": torch.Generator()}, DRAWN),
+    ("MarginLoss", {"selection": "all", "generator": torch.Generator()}, DRAWN),
+    ("ProxyNCALoss", {"proxies_per_class": 2, "max_memory": 1}, BLOCKS),
+    ("ProxyNCALoss", {"assignment": "dynamic", "max_memory": 1}, BLOCKS),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "sentence"), IGNORED)
+def test_a_setting_without_an_effect_is_refused(name, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make(name, **settings)
+    *others, last = settings
+    module = make(name, **{setting: settings[setting] for setting in others})
+    with pytest.raises(ValueError, match=sentence):  # what is set later too
+        setattr(module, last, settings[last])
 
 
 def test_checking_draws_no_random_numbers():

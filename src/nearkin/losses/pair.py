@@ -70,6 +70,7 @@ def contrastive_loss(
     if not isinstance(balance, bool):
         raise TypeError(f"balance must be True or False, got {balance!r}")
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
+    mining.check_generator(selection, generator)
     value = None
     if selection == "all":
         numbers = (margin, positive_margin, 0.0, 0.0 if balance else 1.0)
@@ -136,6 +137,7 @@ def margin_loss(
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
+    mining.check_generator(selection, generator)
     of_item = _of_items(item_beta, items, embeddings)  # (B,) or None
     single: Tensor | None = None  # one β for all, which the kernels take as it is
     if isinstance(beta, Tensor) and of_item is None:
@@ -203,6 +205,8 @@ def multi_similarity_loss(
     checks.number("base", base)
     checks.number("epsilon", epsilon)
     mined = selection == "multi_similarity"
+    if not mined and epsilon != 0.1:  # the default
+        raise ValueError(f'epsilon must be left out unless selection="multi_similarity", got {epsilon}')
     if mined or selection == "all":
         value = call.pair_kernel("multi_similarity", (alpha, beta, base, epsilon), flag=mined)
         if value is not None:

@@ -40,7 +40,8 @@ def proxy_nca_loss(
     p_y is the nearest of the K. assignment="dynamic" ties proxies to no class: each item is replaced by its nearest
     proxy, and each positive pair is a term, in which the anchor is compared with the positive's proxy and those of its
     negatives in the batch, of which it needs one; labels may then be any relation. impl, max_memory and shard as in
-    `normalized_softmax_loss`, the first two for the static assignment with one proxy per class; the others are dense.
+    `normalized_softmax_loss`, the first two for the static assignment with one proxy per class; the others are dense
+    and refuse max_memory.
     Movshovitz-Attias et al. 2017, arXiv:1703.07464, eq. 6; Teh et al. 2020, arXiv:2004.01113; scale 3: temperature 1/9.
     """
     checks.positive("scale", scale)
@@ -48,6 +49,11 @@ def proxy_nca_loss(
     checks.one_of("form", form, ("softmax", "original"))
     checks.one_of("assignment", assignment, ("static", "dynamic"))
     checks.integer("proxies_per_class", proxies_per_class, 1)
+    if max_memory is not None and (assignment == "dynamic" or proxies_per_class > 1):
+        raise ValueError(
+            'max_memory must be left out unless assignment="static" and proxies_per_class=1, of which alone there are '
+            f"blocks of classes, got {max_memory}"
+        )
     call = ClassCall(embeddings, labels, proxies, reduction, impl, max_memory, shard, proxies_per_class)
     if assignment == "dynamic":
         value = _dynamic(embeddings, labels, proxies, scale, form, reduction, shard)

@@ -55,6 +55,7 @@ def quadruplet_loss(
     checks.at_least("second_margin", second_margin, 0)
     check_selection(selection, margin, False, normalize)
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
+    mining.check_generator(selection, generator)
     own = _classes(labels)
     measure = distances.squared_euclidean if squared else distances.euclidean
     rivals = _rivals(call.batch, own, squared, normalize, max_memory)

@@ -56,6 +56,7 @@ def triplet_loss(
         checks.at_least("margin", margin, 0)
     check_selection(selection, margin, swap, normalize)
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
+    mining.check_generator(selection, generator)
     if isinstance(selection, str) and not swap:
         link = "soft" if margin is None else "hinge"
         plan = Plan(selection, link, margin or 0.0, squared, normalize, reduction)
