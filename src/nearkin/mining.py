@@ -230,7 +230,7 @@ def select(
     cutoff: float | Tensor | None = 1.4,
     generator: torch.Generator | None = None,
 ) -> Triplets | Pairs:
-    """Applies a selection, by name with the arguments it needs, or as a callable.
+    """Applies a selection, by name with those of the arguments that it needs, or as a callable.
 
     On the CPU an anchor's triplets are as many as its positives, where these are few, instead of one per column.
     """

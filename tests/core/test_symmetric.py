@@ -24,13 +24,13 @@ EXACT = {seed: batch(seed) for seed in (*range(0, 40, 2), 39, 153, 161)}  # of p
 def rough(request, monkeypatch):
     """Products that are rounded in each place as it comes, as some machines do."""
     g = torch.Generator().manual_seed(request.param)
-    add, multiply = torch.addmm, torch.Tensor.__matmul__
+    add, multiply = torch.Tensor.addmm_, torch.Tensor.__matmul__
 
     def shaken(exact):
         noise = torch.randint(-1, 2, exact.shape, generator=g).to(exact.dtype)
         return exact * (1 + noise * torch.finfo(exact.dtype).eps)
 
-    monkeypatch.setattr(torch, "addmm", lambda *rows, **how: shaken(add(*rows, **how)))
+    monkeypatch.setattr(torch.Tensor, "addmm_", lambda *rows, **how: shaken(add(*rows, **how)))
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: shaken(multiply(a, b)))
     return shaken
 

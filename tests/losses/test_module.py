@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cases import CLASSES, DIM, LOSSES
-from nearkin import losses, mining, relations
+from nearkin import losses, mining
 from nearkin.losses.module import LossModule
 
 MODULES = {name: getattr(losses, name) for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
@@ -322,13 +322,6 @@ def test_a_setting_without_an_effect_is_refused(name, settings, sentence):
     module = make(name, **{setting: settings[setting] for setting in others})
     with pytest.raises(ValueError, match=sentence):  # what is set later too
         setattr(module, last, settings[last])
-
-
-def test_a_selection_refuses_a_generator_that_it_does_not_draw_from():
-    distance, relation = torch.rand(4, 4), relations.of(torch.arange(4) // 2)
-    for selection in ("all", "hard", mining.hard):
-        with pytest.raises(ValueError, match=DRAWN):
-            mining.select(selection, distance, relation, dim=3, generator=torch.Generator())
 
 
 def test_checking_draws_no_random_numbers():

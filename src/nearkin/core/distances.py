@@ -94,7 +94,7 @@ def _plain_distances(a: Tensor, b: Tensor | None, left: Tensor, units: bool, roo
     own = a.square().sum(1, keepdim=True)
     across = own if b is None else b.square().sum(1, keepdim=True)
     with torch.autocast(device_type(a), enabled=False):
-        squared = own - 2 * (a @ (a if b is None else b).T) + across.T  # (B, R)
+        squared = (own + across.T) - 2 * (a @ (a if b is None else b).T)  # (B, R)
     rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
     apart = squared > (rounding if units else left * (1.25 * rounding))
     squared = torch.where(apart, squared, 1.0)
@@ -123,7 +123,7 @@ class _Distances(HandGradient):
     ) -> Tensor:
         references, reference_squares = a if b is None else b, left if right is None else right
         with torch.autocast(device_type(a), enabled=False):
-            squared = torch.addmm(left, a, references.T, alpha=-2).add_(reference_squares.T)  # (B, R)
+            squared = torch.add(left, reference_squares.T).addmm_(a, references.T, alpha=-2)  # (B, R)
         rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
         if units:
             squared = torch.threshold_(squared, rounding, 0.0)
