@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import tiny_vit
 from commands import output_of, photos, run
@@ -34,6 +35,13 @@ def place(tmp_path, monkeypatch):
     tiny_vit.save(tmp_path / "vit")
     photos(tmp_path / "photos", classes=8, each=5)
     return tmp_path
+
+
+def _png(level):
+    """A picture of one grey."""
+    out = io.BytesIO()
+    Image.new("L", (16, 16), level).save(out, "PNG")
+    return out.getvalue()
 
 
 def client_of(gallery, enrolment):
@@ -62,14 +70,19 @@ def test_the_page_answers_from_what_is_enrolled_so_far(place, monkeypatch):
             assert stats["enrolling"] == {"done": 20, "total": 40, "running": True, "unreadable": 0, "note": ""}
             picture = {"item": ("a.png", (place / "photos" / "class1" / "2.png").read_bytes())}
             answer = client.post("/api/identify?hits=3", files=picture).json()
-            assert answer["label"] == "class1" and answer["confidence"] is None
-            assert "confidences follow" in answer["note"] and answer["hits"][0]["similarity"] == pytest.approx(1)
+            assert answer["label"] == "class1" and answer["hits"][0]["similarity"] == pytest.approx(1), "it is enrolled"
+            strange = {"item": ("b.png", _png(0))}
+            answer = client.post("/api/identify?hits=3", files=strange).json()
+            assert answer["verdict"] == "unsure" and answer["p_right"] is None and answer["candidates"]
+            assert "confidences follow" in answer["note"]
+            pair = {"a": picture["item"], "b": strange["item"]}
+            assert "confidences follow" in client.post("/api/verify", files=pair).json()["note"]
             waiting.set()
             enrolment.join(60)
             stats = client.get("/api/stats").json()
             assert stats["rows"] == 40 and stats["calibrated"] and not stats["enrolling"]["running"]
-            answer = client.post("/api/identify?hits=3", files=picture).json()
-            assert answer["label"] == "class1" and answer["confidence"] > 0.5
+            assert client.post("/api/identify", files=strange).json()["p_right"] is not None
+            assert client.post("/api/verify", files=pair).json()["same_probability"] is not None
             assert len(client.get("/api/map").json()["ids"]) == 40
     assert ended == [enrolment] and enrolment.counts.added == 40
 
@@ -118,7 +131,7 @@ def test_a_folder_without_labels_is_searched(place):
         enrolment = Enrolment(gallery, "one/class0", read_source("one/class0"))
         with client_of(gallery, enrolment) as client:
             enrolment.run()
-            assert "none of the gallery's items has a label" in enrolment.state["note"]
+            assert "at least 3 labels are needed" in enrolment.state["note"]
             picture = {"item": ("a.png", (place / "one" / "class0" / "2.png").read_bytes())}
             answer = client.post("/api/identify?hits=3", files=picture).json()
             assert answer["label"] is None and "only similarities" in answer["note"]

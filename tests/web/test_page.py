@@ -47,6 +47,14 @@ def drawing(kind: int, n: int) -> bytes:
 
 
 def strange() -> bytes:
+    """Unlike all of them: grey that grows brighter from left to right."""
+    out = io.BytesIO()
+    Image.fromarray(np.tile(np.arange(0, 240, 10, dtype=np.uint8), (24, 1))).save(out, "PNG")
+    return out.getvalue()
+
+
+def doubtful() -> bytes:
+    """Noise, which is a little like some of them."""
     out = io.BytesIO()
     Image.fromarray(np.random.default_rng(9).integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(out, "PNG")
     return out.getvalue()
@@ -69,6 +77,7 @@ class Served:
             labels[3] = labels[2 * EACH]  # a label error
             names = [f"kind{k}/{n}.png" for k in range(KINDS) for n in range(EACH)]
             self.gallery.enrol(pictures, labels, {"place": "<b>pond</b>"}, names=names)
+            self.gallery.calibrate_if_changed()
         app = web.build(self.gallery, access=web.Access(token), log=request_logger(io.StringIO()), drawing=True)
         settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
         self.server, self.socket = uvicorn.Server(settings), socket.create_server(("127.0.0.1", 0))
@@ -175,7 +184,7 @@ def test_find_by_choice_drop_and_paste_then_unknown(browser, served, shoot):
         says(page, "#summary", "32 items · 4 labels")
         give(page, "#find-drop", drawing(1, 2))
         says(page, "#verdict .who", "kind 1")
-        says(page, "#verdict", "% sure")
+        says(page, "#verdict .sure", "Almost certainly (> 99 %)")
         assert page.locator("#hits .one").count() == 24
         says(page, "#hits .one >> nth=0", "1.000")
         faces(page, "#hits img", 24)
@@ -186,9 +195,12 @@ def test_find_by_choice_drop_and_paste_then_unknown(browser, served, shoot):
         says(page, "#verdict .who", "kind 0")
         give(page, "#find-drop", strange())
         says(page, "#verdict .who", "unknown")
-        says(page, "#verdict .sure", "nearest: kind")
+        says(page, "#verdict .sure", "nearest: “kind")
         says(page, "#verdict", "none of the enrolled labels")
         shoot(page, "unknown")
+        give(page, "#find-drop", doubtful())
+        says(page, "#verdict .sure", "Not sure")
+        shoot(page, "unsure")
 
 
 def test_enrol_a_new_label_and_see_it_recognised(browser, served, shoot):

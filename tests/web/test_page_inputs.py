@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import test_page
-from test_page import CHROMIUM, NO_BROWSER, Watched, drawing, faces, give, playwright, says, served, strange
+from test_page import CHROMIUM, NO_BROWSER, Watched, doubtful, drawing, faces, give, playwright, says, served, strange
 
 __all__ = ["served"]  # a fixture; the browser has a camera here
 
@@ -265,11 +265,15 @@ def views(page, narrow):
     press = page.tap if narrow else page.click
     yield "empty"
     give(page, "#find-drop", strange())
-    page.wait_for_selector("#why")
+    page.wait_for_selector("#verdict .unknown")
     faces(page, "#hits img", 24)
     yield "unknown"
+    give(page, "#find-drop", doubtful())
+    page.wait_for_selector("#verdict .bare")
+    yield "unsure"
     give(page, "#find-drop", drawing(1, 1))
-    expect(page.locator("#why")).to_be_hidden()
+    says(page, "#verdict .who", "kind 1")
+    yield "named"
     names = [{"name": f"{n}.png", "mimeType": "image/png", "buffer": drawing(n, 1)} for n in range(3)]
     page.set_input_files("#find-drop input", names)
     expect(page.locator("#batch .one")).to_have_count(3)

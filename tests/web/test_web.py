@@ -125,27 +125,6 @@ def test_search_can_be_reranked(client, gallery):
     refused(client.post(f"/api/search?rerank={'x' * 200}", files=item(picture(7))), 422, "100 characters")
 
 
-def test_identify_says_who_or_unknown(client, gallery):
-    identity = client.post("/api/identify?hits=3", files=item(picture(4))).json()
-    assert identity["label"] == "kind 1" and identity["confidence"] > 0.9 and len(identity["hits"]) == 3
-    assert {k: v for k, v in identity.items() if k != "hits"} == json.loads(
-        json.dumps(
-            gallery.identify(picture(4))._asdict()
-            | {"candidates": [c._asdict() for c in gallery.identify(picture(4)).candidates]}
-        )
-    )
-    blank = io.BytesIO()
-    Image.new("L", (16, 16), 255).save(blank, "PNG")
-    unknown = client.post("/api/identify", files=item(blank.getvalue())).json()
-    assert unknown["label"] is None and unknown["confidence"] > 0.3 and unknown["hits"] == []
-    assert [one["label"] for one in unknown["candidates"]] and unknown["classes"] == 60
-    assert client.post("/api/identify?far=0.1", files=item(picture(4))).json()["far"] == 0.1
-    assert client.post("/api/identify?far=0.02", files=item(picture(4))).json()["threshold"] == 0.999
-    refused(
-        client.post("/api/identify?far=0.0001", files=item(picture(4))), 422, "per query with 4 labels: 60 calibration"
-    )
-
-
 def test_verify(client):
     same = client.post("/api/verify", files={"a": picture(1), "b": picture(1)})
     assert same.json()["same"] is True and same.json()["probability"] > 0.99 and same.json()["far"] == 0.001
@@ -330,6 +309,13 @@ BAD_REQUESTS = [
     ('/api/search?filter={"label":3}', {"files": item(picture(1))}, 422, "filter label"),
     ("/api/identify?far=nan", {"files": item(picture(1))}, 422, "far: "),
     ("/api/identify?far=2", {"files": item(picture(1))}, 422, "far: "),
+    ("/api/identify?unknown_prior=0", {"files": item(picture(1))}, 422, "unknown_prior: "),
+    ("/api/identify?unknown_prior=inf", {"files": item(picture(1))}, 422, "unknown_prior: "),
+    ("/api/identify?sure=0.4", {"files": item(picture(1))}, 422, "sure: "),
+    ("/api/identify?sure=1", {"files": item(picture(1))}, 422, "sure: "),
+    ("/api/identify?strict=perhaps", {"files": item(picture(1))}, 422, "strict: "),
+    ("/api/identify?strict=true", {"files": item(picture(1))}, 422, "strict needs far"),
+    ("/api/vectors/identify?sure=nan", {"json": {"item": [1.0] * 8}}, 422, "sure: "),
     ("/api/enrol", {"files": {"items": picture(70)}}, 400, "label is missing"),
     ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "  "}}, 422, "label must have 1 to 500"),
     ("/api/enrol", {"files": {"items": picture(70)}, "data": {"label": "a\0b"}}, 422, "without NUL"),

@@ -1,6 +1,9 @@
 """The gallery: enrol items under labels, then search, identify and verify."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -10,7 +13,7 @@ import numpy as np
 from nearkin.core import checks
 from nearkin.core.errors import EncoderChanged, MissingRow, StoreUnavailable
 from nearkin.data import decode as decoding
-from nearkin.evaluation.recognition import NEAREST
+from nearkin.evaluation.recognition import FEWEST, NEAREST, TOO_FEW
 from nearkin.evaluation.retrieval.rerank_settings import Rerank
 from nearkin.gallery import (
     answers,
@@ -56,8 +59,10 @@ MOST_VECTORS = 131_072
 PICTURE_BATCH = 256  # per transaction: encoding them takes the time
 AT_ONCE = 1 << 22  # numbers of a gallery, from which its labels are learned within a second or two
 SAME_ITEM = 1 - 1e-6  # similarity from which on two embeddings are of one and the same item
+PROJECTED, PAUSE = 1024, 0.001  # rows at a time that a new model is prepared for, and seconds for searches between
 NOTHING_ENROLLED = "nothing is enrolled"
 SPARSE = 10  # ids per row, beyond which a sample reads all rows and not ids that are mostly gone
+NOTHING_LEARNED = "nothing is learned from its labels yet"
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -85,7 +90,10 @@ class Gallery:
         self._store, self._encoding = store, encoding
         self._device, self._max_pixels = device, max_pixels
         self._calibrator: Calibrator | None = None
-        self._learned: Recognition | None = None
+        self._learned: Recognition | None = None  # by which `identify` answers
+        self._stored: tuple[tuple[str, str], Recognition | None] = ("", ""), None  # which the gallery keeps
+        self._learning = threading.Lock()
+        self._failed: tuple[Any, str] = None, ""  # a state of the gallery, and why nothing was learned then
         self._labels = LabelScorer(store)
         if facts.run is None:
             self._note = "vectors of an unknown encoder have no calibration, so there is only a similarity"
@@ -304,9 +312,18 @@ class Gallery:
         return self.identify_with_hits(item, 0, filter=filter, asked=asked)[0]
 
     def identify_with_hits(
-        self, item: Any, k: int, *, filter: Mapping[str, Any] | None = None, asked: Asked | None = None
+        self,
+        item: Any,
+        k: int,
+        *,
+        filter: Mapping[str, Any] | None = None,
+        asked: Asked | None = None,
+        learn: bool = True,
     ) -> tuple[Identity, list[Hit]]:
-        """`identify` and the k hits of `search`, from one search."""
+        """`identify` and the k hits of `search`, from one search.
+
+        learn: False where another thread learns from the labels: then the answer is by what `take_learned` took last.
+        """
         checks.integer("k", k, 0)
         asked = asked or Asked()
         asked.check()
@@ -315,7 +332,7 @@ class Gallery:
         neighbours = self._with_itself(neighbours, seen, parsed)
         hits = [hit_of(row, near) for row, near in neighbours]
         nearest = [hit for hit in hits[:NEAREST] if hit.label != UNLABELLED]
-        learned, note = self._recognition()
+        learned, note = self._recognition(learn)
         if not nearest:
             note = "none of the nearest items has a label, so there are only similarities" if hits else NOTHING_ENROLLED
         same_id = next((row.id for row, _ in neighbours[:NEAREST] if row.content == seen.content), None)
@@ -419,7 +436,7 @@ class Gallery:
         facts, counts = self._store.facts(), self._store.counts()
         assert facts is not None
         calibrator = self._calibrator or self._calibrator_of(facts)
-        learned = recognition.load(self._store, facts)
+        learned = self._stored_recognition(facts)
         return {
             "place": self._store.where,
             "store": self._store.kind,
@@ -571,10 +588,6 @@ class Gallery:
             kind = "pictures" if vectors else "vectors"
             raise ValueError(f"{source}: the run's encoder takes {kind}, the source has the other kind")
 
-    def use_calibration(self, calibrator: Calibrator | None, note: str) -> None:
-        """Answers by this calibration from now on; note: why there is none."""
-        self._calibrator, self._note = calibrator, note
-
     def calibrate(self, items: Any = None, labels: Sequence[str] | None = None) -> dict[str, Any]:
         """Learns from the gallery's own labels what `identify` answers; and what `verify` needs of a frozen encoder.
 
@@ -596,74 +609,95 @@ class Gallery:
         facts = self._facts()
         bridges = bridge_note.load(self._store, facts)
         learned = recognition.learn_gallery(self._store, facts, None if bridges is None else bridges.scales, asked, of)
-        recognition.save(self._store, learned)
-        self._learned = recognition.load(self._store, facts) or learned  # as every other process reads it
         pairs = None
         if facts.run is not None and is_encoder_name(facts.run) and bridges is None:
-            try:
+            with suppress(ValueError):  # too few labels for pairs of them
                 pairs = own_calibration.measure_gallery(self, facts)
-            except ValueError:  # too few labels for pairs of them
-                pairs = None
             self._calibrator, self._note = own_calibration.load(self._store, facts)
+        recognition.save(self._store, learned)  # the last: it tells others that there is something new
         return recognition.described(learned) | {"pairs": pairs}
 
     @property
     def calibration_is_current(self) -> bool:
         """Whether the gallery has learned from its labels, less than a tenth of which have changed since."""
-        learned = recognition.load(self._store, self._facts())
-        return learned is not None and learned.changed(self._facts()) < recognition.CHANGED
+        facts = self._facts()
+        return not _outdated(self._stored_recognition(facts), facts)
 
     def calibrate_if_changed(self) -> str:
         """`calibrate` where a tenth of the rows have changed since; returns why that could not be, or ""."""
         if self.calibration_is_current:
             return ""
-        try:
-            return self._calibrate_again()
-        except ValueError as error:
-            return f"nothing is learned from its labels: {error}"
+        why = self._learn()
+        if why:
+            return f"{NOTHING_LEARNED}: {why}"
+        return _forgotten(self._stored_recognition(self._facts()), self._store.where)
 
-    def _calibrate_again(self) -> str:
-        """By the gallery's own labels, as its rows have changed; returns a sentence where it knew more before."""
-        before = recognition.load(self._store, self._facts())
-        known = before is None or before.of == recognition.OWN_LABELS
-        self._calibrate(recognition.OWN_LABELS if known else recognition.OUTDATED)
-        return self._outdated()
+    def _learn(self) -> str:
+        """By the gallery's own labels; returns why that could not be, or "". It is tried again when the rows change."""
+        facts = self._facts()
+        state = facts.next_id, facts.changes
+        if self._failed[0] != state:
+            before = self._stored_recognition(facts)
+            known = before is None or before.of == recognition.OWN_LABELS
+            try:
+                self._calibrate(recognition.OWN_LABELS if known else recognition.OUTDATED)
+                return ""
+            except TimeoutError as error:  # another process is writing
+                return str(error)
+            except (ValueError, OSError) as error:  # too few labels, or a gallery that cannot be written
+                self._failed = state, str(error)
+        return self._failed[1]
 
-    def _outdated(self) -> str:
-        if self._learned is None or self._learned.of != recognition.OUTDATED:
-            return ""
-        again = f"nearkin gallery calibrate {self._store.where} --with FOLDER"
-        return f"learned from {recognition.OUTDATED}: {again} renews it"
+    def take_learned(self) -> None:
+        """Takes what this or another process has learned of the gallery's labels. Searches go on meanwhile."""
+        facts = self._facts()
+        learned = self._stored_recognition(facts)
+        if learned is self._learned:
+            return
+        if learned is not None:
+            while not self._store.project_labels(learned.key, learned.recogniser.rows, PROJECTED):
+                time.sleep(PAUSE)
+            self._labels.prepare(learned)
+        self._learned = learned
+        if self.frozen and bridge_note.load(self._store, facts) is None:
+            self._calibrator, self._note = own_calibration.load(self._store, facts)
 
-    def _recognition(self) -> tuple[Recognition | None, str]:
+    def _stored_recognition(self, facts: Facts) -> Recognition | None:
+        """The one that the gallery keeps, read again where it is another than before."""
+        now = recognition.made(self._store), facts.fingerprint or ""
+        if self._stored[0] != now:
+            self._stored = now, recognition.load(self._store, facts)
+        return self._stored[1]
+
+    def _recognition(self, learn: bool) -> tuple[Recognition | None, str]:
         """What the gallery has learned of itself, and a sentence on what is wrong with it; learned at once where there
         is nothing yet and that takes no time."""
-        facts = self._facts()
+        facts, how = self._facts(), ""
         if self._encoding is not None and self._encoding.info.fingerprint != facts.fingerprint:
             return None, f"the rows are of {facts.run}, {self._encoding.info.shown} is only compatible with it"
         bridges = bridge_note.load(self._store, facts)
         if bridges is not None and not bridges.scales:
             return None, f"no probabilities across the bridge: {bridges.why}"
-        if self._learned is None or self._learned.key != recognition.made(self._store):
-            self._learned = recognition.load(self._store, facts)
-        share = 1.0 if self._learned is None else self._learned.changed(facts)
-        if share >= recognition.CHANGED and facts.rows * facts.dim <= AT_ONCE:
-            try:
-                self._calibrate_again()
-            except (ValueError, OSError, TimeoutError) as error:  # too few labels, or a gallery that cannot be written
-                return self._learned, f"nothing is learned from its labels yet: {error}"
-            return self._learned, self._outdated()
-        if self._learned is None:
-            return (
-                None,
-                f"not calibrated, so there are only similarities: nearkin gallery calibrate {self._store.where}",
-            )
-        if share >= recognition.CHANGED:
-            return self._learned, (
-                f"{share:.0%} of the rows have changed since it was calibrated on {self._learned.date}: "
-                f"nearkin gallery calibrate {self._store.where}"
-            )
-        return self._learned, self._outdated()
+        if learn:
+            how = f": nearkin gallery calibrate {self._store.where}"
+            self._learned = self._stored_recognition(facts)
+            if _outdated(self._learned, facts) and facts.rows * facts.dim <= AT_ONCE:
+                with self._learning:  # one thread of several that ask at a time
+                    why = "" if self.calibration_is_current else self._learn()
+                how = f": {why}" if why else ""
+                self._learned = self._stored_recognition(facts)
+        learned = self._learned
+        if learned is None or learned.encoder != (facts.fingerprint or ""):
+            if not learn and self._label_count() < FEWEST:
+                how = f": {TOO_FEW}"
+            return None, f"{NOTHING_LEARNED}{how}"
+        if _outdated(learned, facts):
+            share = learned.changed(facts)
+            return learned, f"{share:.0%} of the rows have changed since it was calibrated on {learned.date}{how}"
+        return learned, _forgotten(learned, self._store.where if learn else "G")
+
+    def _label_count(self) -> int:
+        return sum(self._store.label_sizes().values()) - bool(self._store.counts_of([UNLABELLED]).get(UNLABELLED))
 
     def _facts(self) -> Facts:
         facts = self._store.facts()
@@ -707,6 +741,17 @@ class Gallery:
                 f"{self._store.where}: {encoding.info.shown} is compatible with the encoder of its rows: it can "
                 f"search them, not enrol among them"
             )
+
+
+def _outdated(learned: Recognition | None, facts: Facts) -> bool:
+    return learned is None or learned.changed(facts) >= recognition.CHANGED
+
+
+def _forgotten(learned: Recognition | None, where: str) -> str:
+    """A sentence where more was known before."""
+    if learned is None or learned.of != recognition.OUTDATED:
+        return ""
+    return f"learned from {recognition.OUTDATED}: nearkin gallery calibrate {where} --with FOLDER renews it"
 
 
 def _checked_ids(ids: Any) -> list[int]:

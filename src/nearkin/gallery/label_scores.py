@@ -64,8 +64,19 @@ class LabelScorer:
             hits = [*hits, *(hit_of(row, cosine) for row, cosine in rows.nearest(vector, 1, only))]
         return answers.compose(found, numbers, hits, best, recogniser.far, asked, itself)
 
+    def prepare(self, recognition: Recognition) -> None:
+        """Makes the scores of another model, while queries are answered by the one before."""
+        scored = self._changed(recognition, None)
+        with self._lock:
+            self._last = scored
+
     def _all_labels(self, recognition: Recognition) -> _Scored | None:
-        last = self._last if self._last is not None and self._last.key == recognition.key else None
+        last = self._last
+        self._last = self._changed(recognition, last if last is not None and last.key == recognition.key else None)
+        return self._last
+
+    def _changed(self, recognition: Recognition, last: _Scored | None) -> _Scored | None:
+        """The scores of the labels as they are now, made from those before where there are some."""
         recogniser, since = recognition.recogniser, None if last is None else last.version
         table = self._store.label_table(recognition.key, recogniser.rows, since)
         if table is None:
@@ -80,9 +91,7 @@ class LabelScorer:
             scores.update(counts, table.sums, table.changed)
         else:
             scores = recogniser.scores(counts, table.sums)
-        labels = list(table.numbers)
-        self._last = _Scored(recognition.key, table.version, labels, table.numbers, scores)
-        return self._last
+        return _Scored(recognition.key, table.version, list(table.numbers), table.numbers, scores)
 
 
 def _near_labels(

@@ -58,7 +58,7 @@ def measure_gallery(gallery: "Gallery", facts: Facts) -> dict[str, Any]:
 def _sample(gallery: "Gallery", seed: int = 0) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
     """Vectors (n, D) and labels: as many as `calibration` looks at, evenly of all labels, in bounded memory."""
     draw = np.random.default_rng([seed, 2])
-    counts = {label: count for label, count in gallery.labels().items() if label != UNLABELLED}
+    counts = {label: count for label, count in gallery._store.stored_counts().items() if label != UNLABELLED}
     chosen = sorted(counts)
     if len(chosen) > calibration.CLASSES:
         chosen = [chosen[i] for i in draw.permutation(len(chosen))[: calibration.CLASSES]]

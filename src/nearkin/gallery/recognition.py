@@ -95,7 +95,7 @@ def learn_gallery(
 ) -> Recognition:
     """scales: of rows that earlier encoders made. asked: in place of the gallery's own rows; of: what that is, in
     words."""
-    counted = {label: count for label, count in store.counts().items() if label != UNLABELLED}
+    counted = {label: count for label, count in store.stored_counts().items() if label != UNLABELLED}
     number = {label: i for i, label in enumerate(sorted(counted))}
     counts = np.array([counted[label] for label in sorted(counted)], np.int64)
     queries = None

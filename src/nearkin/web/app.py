@@ -144,7 +144,8 @@ def build_version(
     except ModuleNotFoundError:
         raise ModuleNotFoundError("nearkin serve needs fastapi: pip install 'nearkin[serve]'") from None
 
-    service = Service(gallery, limits, pictures, drawing, enrolment, metrics, writer, written)
+    gallery.take_learned()
+    service = Service(gallery, limits, pictures, drawing, enrolment, metrics, writer, written, log)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -16,8 +16,6 @@ from nearkin.gallery.enroll import Counted
 __all__ = ["AWAITED", "Enrolment", "Progressing", "RemoteEnrolment", "read_source"]
 
 STEP = 32  # pictures per transaction: the first are found within a second, and a signal waits no longer
-
-
 AWAITED = "confidences follow when all pictures are enrolled; until then similarities"
 
 
@@ -43,7 +41,7 @@ class RemoteEnrolment:
 
 
 class Enrolment(threading.Thread):
-    """Enrols a source, then calibrates the gallery by its labels where its encoder is frozen.
+    """Enrols a source, then calibrates the gallery by its labels.
 
     Unreadable pictures are left out and counted. An error ends the enrolment, not the service; `note` has its sentence.
     ended: called once, in this thread, when all is done or failed.
@@ -81,14 +79,11 @@ class Enrolment(threading.Thread):
         return {"done": self.done, "total": self.total, "running": running, "unreadable": unreadable, "note": self.note}
 
     def run(self) -> None:
-        if self.gallery.frozen and not self.gallery.calibration_is_current:
-            self.gallery.use_calibration(None, AWAITED)
         options: dict[str, Any] = {"items": self.items, "step": STEP, "unlabelled": True, "skip_unreadable": True}
         try:
             self.counts = enrol_source(self.gallery, self.source, progress=self._report, **options)
             self.count_added(self.counts.added)
-            if self.gallery.frozen:
-                self.note = self.gallery.calibrate_if_changed()
+            self.note = self.gallery.calibrate_if_changed()
         except EnrolmentStopped:
             return
         except (ValueError, OSError, StoreUnavailable) as error:

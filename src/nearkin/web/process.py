@@ -14,14 +14,14 @@ from nearkin.gallery import Gallery
 from nearkin.web import connections
 from nearkin.web.access import Access
 from nearkin.web.app import Version, build_version, guard
-from nearkin.web.enrolment import AWAITED, Progressing
+from nearkin.web.enrolment import Progressing
 from nearkin.web.metrics import Metrics
 from nearkin.web.middleware import GuardMiddleware, Limits
 from nearkin.web.process_link import Link
 from nearkin.web.reload import Reloader
 from nearkin.web.writer import RemoteWriter
 
-__all__ = ["PATIENCE", "REST", "Process", "Settings", "close_gallery"]
+__all__ = ["PATIENCE", "REST", "WAIT", "Process", "Settings", "close_gallery"]
 
 # A process ends within 10 seconds of a signal: requests under way may finish (PATIENCE), the others get a 503,
 # connections are closed (GRACE), threads and the gallery get a last moment (REST).
@@ -123,9 +123,6 @@ class Process:
         return version
 
     def _version(self, gallery: Gallery) -> Version:
-        enrolling = self.enrolment is not None and self.enrolment.state["running"]
-        if enrolling and gallery.frozen and not gallery.calibration_is_current:
-            gallery.use_calibration(None, AWAITED)
         gallery.warm()
         if self.settings.pictures:  # loads the encoder and runs it once before the first request
             gallery.see([np.zeros((8, 8, 3), np.uint8)])

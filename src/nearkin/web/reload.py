@@ -108,5 +108,6 @@ def _retire(version: Version) -> None:
 
 def _close(version: Version) -> None:
     version.service.close(REST)
+    version.service.learner.join()  # it may be at a large gallery, which it has open
     if version.service.ended:  # else its thread still reads; the gallery is closed with the process
         version.gallery.close()

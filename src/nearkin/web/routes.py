@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 
 from nearkin.core.errors import MalformedRequest, NoPicture
+from nearkin.gallery.answers import PRIOR, SURE, Asked
 from nearkin.web import metrics, parsing, schemas
 from nearkin.web.service import Service
 
@@ -43,10 +44,17 @@ def searching(service: Service) -> "APIRouter":
 
     @router.post("/identify", response_model=schemas.Identity, dependencies=only_item)
     async def identify(
-        item: UploadFile, far: schemas.MaxFar = None, filter: schemas.FilterText = None, hits: schemas.HitCount = 0
+        item: UploadFile,
+        far: schemas.Far = None,
+        unknown_prior: schemas.UnknownPrior = PRIOR,
+        sure: schemas.Sure = SURE,
+        strict: schemas.Strict = False,
+        filter: schemas.FilterText = None,
+        hits: schemas.HitCount = 0,
     ) -> Any:
-        """The label with a calibrated confidence, or unknown."""
-        return await service.identify(await parsing.picture(item), far, parsing.json_object(filter, "filter"), hits)
+        """Who it is: the best candidate with its probability, and a verdict: named, unsure or unknown."""
+        asked = Asked(far, unknown_prior, sure, strict)
+        return await service.identify(await parsing.picture(item), asked, parsing.json_object(filter, "filter"), hits)
 
     @router.post("/verify", response_model=schemas.Verification, dependencies=[Depends(parsing.only_parts("a", "b"))])
     async def verify(a: UploadFile, b: UploadFile, far: schemas.MaxFar = None) -> Any:
@@ -78,12 +86,16 @@ def searching_by_vector(service: Service) -> "APIRouter":
     @router.post("/identify", response_model=schemas.Identity)
     async def identify_vector(
         query: schemas.VectorQuery,
-        far: schemas.MaxFar = None,
+        far: schemas.Far = None,
+        unknown_prior: schemas.UnknownPrior = PRIOR,
+        sure: schemas.Sure = SURE,
+        strict: schemas.Strict = False,
         filter: schemas.FilterText = None,
         hits: schemas.HitCount = 0,
     ) -> Any:
-        """The label with a calibrated confidence, or unknown."""
-        return await service.identify(_item(query.item), far, parsing.json_object(filter, "filter"), hits)
+        """Who it is: the best candidate with its probability, and a verdict: named, unsure or unknown."""
+        asked = Asked(far, unknown_prior, sure, strict)
+        return await service.identify(_item(query.item), asked, parsing.json_object(filter, "filter"), hits)
 
     @router.post("/verify", response_model=schemas.Verification)
     async def verify_vectors(pair: schemas.VectorPair, far: schemas.MaxFar = None) -> Any:

@@ -15,6 +15,8 @@ __all__ = [
     "Enrolled",
     "Enrolling",
     "Explained",
+    "Far",
+    "FarStatement",
     "FilterText",
     "GroupCard",
     "GroupStep",
@@ -28,6 +30,7 @@ __all__ = [
     "K",
     "Label",
     "Labels",
+    "Learned",
     "Map",
     "MaxFar",
     "MergeGroups",
@@ -43,7 +46,10 @@ __all__ = [
     "Rows",
     "SplitGroup",
     "Stats",
+    "Strict",
+    "Sure",
     "Suspect",
+    "UnknownPrior",
     "VectorPair",
     "VectorQuery",
     "Verification",
@@ -69,24 +75,40 @@ Id = Annotated[StrictInt, Field(ge=1, lt=2**63, description="Of a row.")]
 Ids = Annotated[list[Id], Field(min_length=1, max_length=1000)]
 Vector = Annotated[list[float], Field(min_length=1, max_length=MAX_DIM), BeforeValidator(_numbers)]
 Similarity = Annotated[float, Field(description="The cosine; larger is closer.")]
-_BOUND = "maximum false-accept rate (FAR), with 95 % confidence on new classes: the share of"
-FarQuery = Annotated[
-    float | None, Field(description=f"Per query: {_BOUND} queries of unknown classes that get a label of this gallery.")
-]
-FarPair = Annotated[float | None, Field(description=f"Per pair: {_BOUND} pairs of different classes that pass.")]
+_PAIRS = "Maximum false-accept rate (FAR) with 95 % confidence: the share of pairs of different classes that pass."
+FarPair = Annotated[float | None, Field(description=_PAIRS)]
 _QUALITY = "The length of the embedding, larger is better; null where the encoder scales it to unit length."
 Quality = Annotated[float | None, Field(description=_QUALITY)]
 Classes = Annotated[int | None, Field(description="Number of classes behind the calibration.")]
+Probability = Annotated[float | None, Field(ge=0, le=1)]
 
 # Query parameters.
 K = Annotated[int, Field(ge=1, le=1000, description="Number of rows.")]
 RowId = Annotated[int, Field(ge=1, lt=2**63, description="Of a row.")]
 HitCount = Annotated[int, Field(ge=0, le=1000, description="Number of nearest rows to return as well.")]
 MaxFar = Annotated[
+    float | None, Field(gt=0, lt=1, allow_inf_nan=False, description="Maximum false-accept rate (FAR) per pair.")
+]
+Far = Annotated[
     float | None,
     Field(
-        gt=0, lt=1, allow_inf_nan=False, description="Maximum false-accept rate (FAR): per query, for verify per pair."
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+        description="Share of strangers (queries of labels that are not enrolled) that may be named: an expectation, "
+        "with strict a bound. Its threshold alone then decides.",
     ),
+]
+UnknownPrior = Annotated[
+    float,
+    Field(gt=0, lt=1, allow_inf_nan=False, description="Share of strangers that the probabilities assume."),
+]
+Sure = Annotated[
+    float,
+    Field(ge=0.5, lt=1, allow_inf_nan=False, description="Probability from which on the verdict is named, or unknown."),
+]
+Strict = Annotated[
+    bool, Field(description="far must hold with 95 % confidence, if strangers are like the enrolled labels; else 422.")
 ]
 RerankText = Annotated[
     str | None,
@@ -125,19 +147,41 @@ class Candidate(BaseModel):
 
     label: str
     similarity: Similarity
-    confidence: float | None
+    confidence: Annotated[Probability, Field(description="That it is this label; null where nothing is learned yet.")]
     id: int
 
 
-class Identity(BaseModel):
-    """label null: unknown. confidence: that the label is right, or that it is none; null without a calibration."""
+class FarStatement(BaseModel):
+    """Strangers that are named at the threshold of `far`."""
 
+    asked: float
+    expected: Annotated[float, Field(description="Their expected share.")]
+    at_most: Annotated[
+        float, Field(description="Its bound, with 95 % confidence if strangers are like the enrolled labels.")
+    ]
+    classes: Annotated[int, Field(description="Labels behind both.")]
+    proven: Annotated[bool, Field(description="Whether so many labels can show the rate that was asked for.")]
+
+
+class Identity(BaseModel):
+    """Who it is: the best candidate is candidates[0], whatever the verdict. label: null unless it is named.
+
+    Probabilities are null where the gallery has learned nothing from its labels yet; note then says why.
+    """
+
+    verdict: Literal["named", "unsure", "unknown"]
     label: str | None
-    confidence: float | None
-    similarity: float | None
-    threshold: float | None
-    far: FarQuery
-    classes: Classes
+    confidence: Annotated[Probability, Field(description="p_right of a named label, else p_unknown.")]
+    p_right: Annotated[Probability, Field(description="That the best candidate is right.")]
+    p_unknown: Annotated[
+        Probability, Field(description="That it is no label of the gallery; what is left: that it is another of them.")
+    ]
+    similarity: Annotated[float | None, Field(description="Of the best candidate's nearest row.")]
+    score: Annotated[float | None, Field(description="log P(right) / P(unknown) at an even prior.")]
+    threshold: Annotated[float | None, Field(description="With far: the score above which a label is named.")]
+    far: Annotated[FarStatement | None, Field(description="What far asked for, and what is expected; null without it.")]
+    prior: Annotated[Probability, Field(description="The share of strangers that the probabilities assume.")]
+    classes: Annotated[int | None, Field(description="Number of labels that the gallery has learned from.")]
     candidates: list[Candidate]
     note: str
     hits: list[Item]
@@ -263,7 +307,7 @@ class Labels(BaseModel):
 
 
 class Enrolling(BaseModel):
-    """The enrolment of a folder while the service answers; note: why it ended early, or why nothing is calibrated."""
+    """The enrolment of a folder while the service answers; note: why it ended early, or why nothing was learned."""
 
     done: int
     total: int
@@ -272,14 +316,25 @@ class Enrolling(BaseModel):
     note: str
 
 
+class Learned(BaseModel):
+    """What `identify` has learned from the labels of the gallery."""
+
+    labels: int
+    items: int
+    date: str
+    of: Annotated[str, Field(description="What was asked of it: its own labels, or items of another day.")]
+    classes: Annotated[int, Field(description="Labels behind the rates of far.")]
+
+
 class Stats(BaseModel):
-    """What the gallery holds and what the service allows."""
+    """What the gallery holds and what the service allows. calibrated, calibration_classes, fars: of `verify`."""
 
     store: str
     rows: int
     labels: int
     dim: int
     encoder: str | None
+    learned: Learned | None
     calibrated: bool
     calibration_classes: int | None
     fars: Annotated[list[float], Field(description="False-accept rates per pair that `verify` can guarantee.")]

@@ -1,6 +1,7 @@
 """What the routes call: the gallery behind queues of worker threads, each answer as plain values."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,10 +18,12 @@ from nearkin.core.errors import (
 from nearkin.core.versions import version_of
 from nearkin.data import decode as decoding
 from nearkin.gallery import Gallery, GroupEditor, Heat, Reviewed
+from nearkin.gallery.answers import Asked
 from nearkin.gallery.schema import UNLABELLED, bounded
 from nearkin.report import heatmaps, thumbnails
-from nearkin.web.enrolment import Progressing
+from nearkin.web.enrolment import AWAITED, Progressing
 from nearkin.web.explore import Explorer
+from nearkin.web.learner import Learner
 from nearkin.web.metrics import Metrics
 from nearkin.web.middleware import Limits
 from nearkin.web.queue import BatchQueue
@@ -31,7 +34,8 @@ __all__ = ["Service"]
 T = TypeVar("T")
 Item = tuple[Any, "str | None"]  # a picture or a vector, and its name
 LIGHT = 64 * 2**20  # bytes of pixels; larger requests have their own decoder, so that no other request waits for them
-STATS = ["store", "rows", "labels", "dim", "encoder", "calibrated", "calibration_classes", "fars", "index", "lost"]
+STATS = ["store", "rows", "labels", "dim", "encoder", "learned", "calibrated", "calibration_classes", "fars", "index"]
+STATS += ["lost"]
 FIRST_GROUPS, FACES = 60, 12  # groups of an answer to a step, and rows of each
 QUERY_SIDE, ROW_SIDE = 224, 96  # pixels of pictures below heat maps; of a row no more than its thumbnail has
 REST = 1.0  # seconds that threads get to finish
@@ -53,15 +57,18 @@ class Service:
         metrics: Metrics | None = None,
         writer: Writer | None = None,
         written: Callable[[], None] | None = None,
+        log: logging.Logger | None = None,
     ) -> None:
-        """writer: where writes go, by default to the gallery. written: called after each."""
+        """writer: where writes go, by default to the gallery. written: called after each, in a worker, whose supervisor
+        then learns from the labels; otherwise this service does."""
         self.gallery, self.limits, self.pictures, self.drawing = gallery, limits, pictures, drawing
         self.explorer, self.enrolment = Explorer(gallery), enrolment
         self.editor, self.metrics = GroupEditor(gallery), metrics or Metrics()
         self.reload: Callable[[], dict[str, Any]] | None = None
         self._writes, self._written = writer or LocalWriter(gallery), written
+        self.learner = Learner(self._learn, log or logging.getLogger(__name__))
         if enrolment is not None:
-            enrolment.changed = self.count_change
+            enrolment.changed = self._count_enrolment
         soon = limits.answer
         self._decoder = BatchQueue("decoder", queue=2 * limits.requests, threads=2, seconds=soon)
         self._large = BatchQueue("decoder of large pictures", queue=4, seconds=soon)
@@ -70,16 +77,43 @@ class Service:
         self._reader = BatchQueue("reader", queue=2 * limits.requests, threads=2, seconds=soon)
         self._explorer = BatchQueue("explorer", queue=16, seconds=10 * soon)
         self._queues = (self._decoder, self._large, self._model, self._writer, self._reader, self._explorer)
+        self.learner.start()
 
     def close(self, seconds: float | None = None) -> None:
         """Accepts no more jobs; waiting ones get `seconds`."""
         until = None if seconds is None else time.monotonic() + seconds
         for queue in self._queues:
             queue.close(None if until is None else max(0.0, until - time.monotonic()))
+        self.learner.close(None if until is None else max(0.0, until - time.monotonic()))
 
     @property
     def ended(self) -> bool:
-        return all(queue.ended for queue in self._queues)
+        return not self.learner.is_alive() and all(queue.ended for queue in self._queues)
+
+    def _learn(self) -> str:
+        """In the learner's thread."""
+        note = ""
+        if self._written is None and not self.enrolling:  # an enrolment learns at its end
+            note = self.gallery.calibrate_if_changed()
+        self.gallery.take_learned()
+        return note
+
+    def _count_enrolment(self) -> None:
+        """In the enrolment's thread, which ends after its last call: by then answers follow what it has learned."""
+        self.count_change()
+        state = {} if self.enrolment is None else self.enrolment.state
+        if state and state["done"] == state["total"]:
+            with suppress(ValueError, OSError):  # the learner tries again
+                self.gallery.take_learned()
+
+    def _enrolling(self) -> dict[str, Any]:
+        assert self.enrolment is not None
+        state = self.enrolment.state
+        return state | {"note": state["note"].replace(self.gallery.place, "the gallery")}
+
+    @property
+    def enrolling(self) -> bool:
+        return self.enrolment is not None and bool(self.enrolment.state["running"])
 
     def check_health(self) -> None:
         """Raises if a thread has worked on one request for too long; exploring may take longer."""
@@ -116,16 +150,25 @@ class Service:
 
         return await self._model.submit(answer, items)
 
-    async def identify(self, item: Item, far: float | None, filter: Any, k: int) -> dict[str, Any]:
+    async def identify(self, item: Item, asked: Asked, filter: Any, k: int) -> dict[str, Any]:
+        """By what the gallery has learned of its labels so far: a query does not wait until it has learned more."""
+
         def answer(seen: list[Any]) -> dict[str, Any]:
-            identity, hits = self.gallery.identify_with_hits(seen[0], k, far=far, filter=filter)
-            return identity._asdict() | {"candidates": _plain(identity.candidates), "hits": _plain(hits)}
+            identity, hits = self.gallery.identify_with_hits(seen[0], k, filter=filter, asked=asked, learn=False)
+            note = AWAITED if identity.p_right is None and identity.candidates and self.enrolling else identity.note
+            far = None if identity.far is None else identity.far._asdict()
+            plain = {"far": far, "note": note, "candidates": _plain(identity.candidates), "hits": _plain(hits)}
+            return identity._asdict() | plain
 
         return await self._model.submit(answer, await self._decoded([item]))
 
     async def verify(self, a: Item, b: Item, far: float | None) -> dict[str, Any]:
-        items = await self._decoded([a, b])
-        return await self._model.submit(lambda seen: self.gallery.verify(seen[0], seen[1], far=far)._asdict(), items)
+        def answer(seen: list[Any]) -> dict[str, Any]:
+            verification = self.gallery.verify(seen[0], seen[1], far=far)
+            note = AWAITED if verification.same_probability is None and self.enrolling else verification.note
+            return verification._asdict() | {"note": note}
+
+        return await self._model.submit(answer, await self._decoded([a, b]))
 
     async def explain(self, item: Item, id: int) -> dict[str, Any]:
         """Reading and decoding have their own threads; the encoder's thread computes the heat maps."""
@@ -176,7 +219,7 @@ class Service:
             "damaged": len(stats["damaged"]),
             "pictures": self.pictures,
             "drawing": self.drawing,
-            "enrolling": None if self.enrolment is None else self.enrolment.state,
+            "enrolling": None if self.enrolment is None else self._enrolling(),
             "version": version_of("nearkin"),
             "largest_body": self.limits.body,
             "largest_upload": self.limits.pictures,
@@ -195,6 +238,7 @@ class Service:
     def count_change(self) -> None:
         """The gallery has changed: what was computed of its rows is out of date."""
         self.explorer.changes += 1
+        self.learner.look()
 
     async def groups(self, start: int, most: int) -> dict[str, Any]:
         return await self._reader.submit(lambda _: self._reviewed(self.editor.state(), start, most))

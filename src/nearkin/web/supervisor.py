@@ -2,7 +2,7 @@
 
 The supervisor answers no request. It is the one process that writes a gallery in a file: workers send it what they have
 encoded, and read the file themselves, so that each sees a row as soon as its enrolment is acknowledged. In PostgreSQL
-every worker writes for itself.
+every worker writes for itself. It is also the one that learns from the labels of a gallery when these have changed.
 """
 
 import logging
@@ -23,7 +23,8 @@ from nearkin.core.errors import QueueFull, ReloadRefused, StoreUnavailable
 from nearkin.gallery import Gallery
 from nearkin.web import connections, metrics, writer
 from nearkin.web.enrolment import Enrolment
-from nearkin.web.process import REST, Settings, close_gallery
+from nearkin.web.learner import Learner
+from nearkin.web.process import REST, WAIT, Settings, close_gallery
 from nearkin.web.process_link import Link
 from nearkin.web.reload import log_reload, refusal
 
@@ -84,7 +85,7 @@ class Supervisor:
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._generation, self._ending = 0, False
         self._reloading, self._writing = threading.Lock(), threading.Lock()
-        self._gallery: Gallery | None = settings.open_gallery()  # made, checked and migrated once, before any worker
+        self._gallery = settings.open_gallery()  # made, checked and migrated once, before any worker
         try:
             self._enrolment = source_of(self._gallery)
         except BaseException:
@@ -94,13 +95,18 @@ class Supervisor:
         if self._enrolment is not None:
             self._enrolment.changed = self._tell_progress
             self._enrolment.count_added = self._metrics.count_enrolled
-        elif self._remote:
+        elif self._remote:  # workers write; learning from labels needs no encoder
             self._gallery.close()
-            self._gallery = None
+            self._gallery = Gallery.open(settings.place, timeout=WAIT)
+        self._learner = Learner(self._learn, log)
 
     @property
     def _remote(self) -> bool:
         return "://" in self._settings.place
+
+    @property
+    def _writes(self) -> bool:
+        return not self._remote or self._enrolment is not None
 
     def run(self, ready: Callable[[], None]) -> bool:
         """Until a signal; whether all processes have ended in order. ready: called once requests are accepted."""
@@ -116,7 +122,8 @@ class Supervisor:
             for worker in self._workers.values():
                 worker.process.kill()
             stopped = self._enrolment is None or self._enrolment.stop(REST)
-            closed = self._gallery is None or close_gallery(self._gallery)
+            self._learner.close(REST)
+            closed = close_gallery(self._gallery)
             self._counters.close()
         if sentence:
             raise ChildProcessError(sentence)
@@ -261,6 +268,7 @@ class Supervisor:
             worker.sentence = arguments["text"]
         elif name == "changed":
             self._tell_all("changed", but=worker)
+            self._learner.look()
         elif name == "reload":
             return log_reload(self._reload, self._log, self._metrics)
         else:
@@ -295,7 +303,7 @@ class Supervisor:
                 encoders = {worker.link.call("prepare") for worker in workers}
                 if len(encoders) != 1:
                     raise ValueError("the run was changed while the workers were reading it; try again")
-                gallery = None if self._gallery is None else self._settings.open_gallery()
+                gallery = self._settings.open_gallery() if self._writes else None
             except (ReloadRefused, ValueError, OSError) as error:
                 for worker in workers:
                     worker.link.tell("abandon")
@@ -307,7 +315,7 @@ class Supervisor:
                 if worker.ready:
                     self._catch_up(worker)
             with self._writing:
-                if gallery is not None and self._gallery is not None:
+                if gallery is not None:
                     self._gallery.close()
                     self._gallery, self._writer = gallery, writer.LocalWriter(gallery)
             return {"encoder": encoders.pop(), "seconds": round(time.monotonic() - started, 3)}
@@ -333,26 +341,36 @@ class Supervisor:
         except (ReloadRefused, StoreUnavailable) as error:
             self._log.error("reload refused", extra={"fields": {"worker": worker.number, "text": str(error)}})
 
-    # --- the enrolment of a folder
+    # --- the enrolment of a folder, and what is learned from labels
 
     @property
     def _enrolment_started(self) -> bool:
         return self._enrolment is not None and self._enrolment.ident is not None
 
     def _start_enrolment(self) -> None:
-        if self._enrolment is not None:
-            self._enrolment.start()
-            threading.Thread(target=self._finish_enrolment, name="enrolment's end", daemon=True).start()
+        if self._enrolment is None:
+            self._learner.start()
+            return
+        self._enrolment.start()
+        threading.Thread(target=self._finish_enrolment, name="enrolment's end", daemon=True).start()
 
     def _tell_progress(self) -> None:
         if self._enrolment is not None:
             self._tell_all("enrolling", state=self._enrolment.state)
 
     def _finish_enrolment(self) -> None:
-        """When it is done, workers open the gallery again: it has a calibration now."""
         assert self._enrolment is not None
         self._enrolment.join()
         self._tell_progress()
-        if not self._ending and self._gallery is not None and self._gallery.frozen:
-            with suppress(ReloadRefused, QueueFull):  # it is in the log
-                log_reload(self._reload_workers, self._log, self._metrics)
+        if not self._ending:
+            self._tell_all("learned")
+            self._learner.start()
+
+    def _learn(self) -> str:
+        """Of the labels, where these have changed; the workers take it up."""
+        if self._gallery.calibration_is_current:
+            return ""
+        note = self._gallery.calibrate_if_changed()
+        if not note:
+            self._tell_all("learned")
+        return note

@@ -44,6 +44,8 @@ class Worker:
             process.enrolment.update(arguments["state"])
         elif name == "changed" and process is not None and process.server is not None:
             process.reloader.version.service.count_change()
+        elif name == "learned" and process is not None and process.server is not None:
+            process.reloader.version.service.learner.look()
         elif name in ("prepare", "swap", "abandon") and process is not None:
             return getattr(process.reloader, name)()
         return None

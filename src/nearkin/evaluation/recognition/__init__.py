@@ -2,7 +2,7 @@
 
 from nearkin.evaluation.recognition.events import NONE, OTHER, RIGHT, Far, softmax
 from nearkin.evaluation.recognition.label_model import NOTHING, LabelScores, LabelSums
-from nearkin.evaluation.recognition.recogniser import FEWEST, Answers, Recogniser, fit
+from nearkin.evaluation.recognition.recogniser import FEWEST, TOO_FEW, Answers, Recogniser, fit
 from nearkin.evaluation.recognition.simulation import ITEMS, NEAREST, Hits, Part, Queries
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "NOTHING",
     "OTHER",
     "RIGHT",
+    "TOO_FEW",
     "Answers",
     "Far",
     "Hits",

@@ -21,9 +21,10 @@ from nearkin.evaluation.recognition.simulation import (
     only_these,
 )
 
-__all__ = ["FEWEST", "Answers", "Recogniser", "fit"]
+__all__ = ["FEWEST", "TOO_FEW", "Answers", "Recogniser", "fit"]
 
 FEWEST = 3  # labels
+TOO_FEW = f"at least {FEWEST} labels are needed to tell a known item from an unknown one"
 
 
 class Answers(NamedTuple):
@@ -74,7 +75,7 @@ def fit(
 ) -> Recogniser:
     """Learns from a gallery's own rows, or from queries to it; see `simulation.learn`."""
     if (counts > 0).sum() < FEWEST:
-        raise ValueError(f"at least {FEWEST} labels are needed to tell a known item from an unknown one")
+        raise ValueError(TOO_FEW)
     learned = learn(rows, counts, only_near=only_near, queries=queries, seed=seed)
     asked = learned.questions
     stranger = asked.event == NONE

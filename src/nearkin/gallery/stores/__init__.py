@@ -213,6 +213,12 @@ class Store(Protocol):
         """Every label's sum of rows in the coordinates of `project`, which `key` names. since: the caller's version.
         None where rows are on a server, on the disk, or more than an exact search reads."""
 
+    def project_labels(self, key: str, project: Project, most: int) -> bool:
+        """Makes at most so many rows ready for `label_table`; whether all are: searches go on between two calls."""
+
+    def stored_counts(self) -> dict[str, int]:
+        """Rows per label, also damaged ones; it reads no rows into memory."""
+
     def counts_of(self, labels: Sequence[str]) -> dict[str, int]:
         """Rows of these labels."""
 

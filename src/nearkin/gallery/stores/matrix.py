@@ -57,7 +57,7 @@ class Matrix:
         self.alive: Mask = np.empty(0, bool)
         self.labels: dict[str, int] = {}  # code by label
         self.label_counts: Ids = np.empty(0, np.int64)  # rows per code, with room for more codes
-        self._row_sums: RowSums | None = None
+        self._row_sums: list[RowSums] = []  # of the model that is in use, and of the next one
         self._rounded = torch.empty(0, dim, dtype=torch.int8)
         self._scales = torch.empty(0)
         self._error = 0.0  # the largest |x - x'|
@@ -123,29 +123,44 @@ class Matrix:
     def compact(self) -> None:
         """Closes the holes of removed rows."""
         alive = np.flatnonzero(self.alive[: self.count])
-        if self._row_sums is not None:
-            self._row_sums.done = int(np.searchsorted(alive, self._row_sums.done))
+        for sums in self._row_sums:
+            sums.done = int(np.searchsorted(alive, sums.done))
         for name in ("rows", "ids", "label_codes"):
             setattr(self, name, getattr(self, name)[alive])
         positions = torch.from_numpy(alive)
         self._rounded, self._scales = self._rounded[positions], self._scales[positions]
         self.alive, self.count, self.removed = np.ones(len(alive), bool), len(alive), 0
 
-    def label_table(self, key: str, project: Project, since: int | None) -> LabelTable:
-        """Each label's sum of rows in the coordinates of `project`, named by `key`; new rows alone are projected."""
-        if self._row_sums is None or self._row_sums.key != key:
-            self._row_sums, since = RowSums(key, project), None
-        sums = self._row_sums
-        new = np.flatnonzero(self.alive[sums.done : self.count]) + sums.done
+    def project_labels(self, key: str, project: Project, most: int | None = None) -> bool:
+        """Adds up each label's rows in the coordinates of `project`, named by `key`, at most so many rows that are not
+        in the sums yet; whether all are now."""
+        sums = self._sums_of(key, project)
+        until = self.count if most is None else min(self.count, sums.done + most)
+        new = np.flatnonzero(self.alive[sums.done : until]) + sums.done
         for start in range(0, len(new), BLOCK):
             some = new[start : start + BLOCK]
             sums.add(self.rows[some], self.label_codes[some])
-        sums.done = self.count
-        return sums.table(self.labels, self.label_counts, since)
+        sums.done = until
+        return until == self.count
+
+    def label_table(self, key: str, project: Project, since: int | None) -> LabelTable:
+        """The sums of `project_labels`, of all rows; see `RowSums.table`."""
+        if all(sums.key != key for sums in self._row_sums):
+            since = None
+        self.project_labels(key, project)
+        return self._sums_of(key, project).table(self.labels, self.label_counts, since)
+
+    def _sums_of(self, key: str, project: Project) -> RowSums:
+        for sums in self._row_sums:
+            if sums.key == key:
+                return sums
+        self._row_sums = [*self._row_sums[-1:], RowSums(key, project)]
+        return self._row_sums[-1]
 
     def _add_sums(self, at: int, sign: int) -> None:
-        if self._row_sums is not None and at < self._row_sums.done:
-            self._row_sums.add(self.rows[at : at + 1], self.label_codes[at : at + 1], sign)
+        for sums in self._row_sums:
+            if at < sums.done:
+                sums.add(self.rows[at : at + 1], self.label_codes[at : at + 1], sign)
 
     def has_label(self, labels: Sequence[str]) -> Mask:
         """Which positions have one of these labels."""

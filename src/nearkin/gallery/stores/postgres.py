@@ -126,6 +126,9 @@ class PostgresStore:
     def label_table(self, key: str, project: Project, since: int | None = None) -> None:
         """Rows are on the server."""
 
+    def project_labels(self, key: str, project: Project, most: int) -> bool:
+        return True
+
     def close(self) -> None:
         self.connections.close()
 
@@ -284,6 +287,10 @@ class PostgresStore:
             self._check_new_rows(cursor)
             query = f"SELECT label, count(*) FROM {self.table} WHERE id <> ALL(%s) GROUP BY label ORDER BY min(id)"
             return dict(cursor.execute(query, (list(self.damaged),)).fetchall())
+
+    @_again
+    def stored_counts(self) -> dict[str, int]:
+        return dict(self._select(f"SELECT label, count(*) FROM {self.table} GROUP BY label", ()))
 
     @_again
     def label_sizes(self) -> dict[int, int]:

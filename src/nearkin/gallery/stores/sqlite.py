@@ -259,11 +259,20 @@ class SqliteStore:
         with self._refreshed() as (_, rows):
             return rows.counts_of(labels)
 
+    def stored_counts(self) -> dict[str, int]:
+        with self._snapshot() as reader:
+            counts = reader.execute("SELECT label, count(*) FROM items GROUP BY label").fetchall()
+        return {label: rows for label, rows in counts if isinstance(label, str)}
+
     def label_table(self, key: str, project: Project, since: int | None = None) -> LabelTable | None:
         with self._refreshed() as (_, rows):
-            if isinstance(rows, DiskIndex) or rows.count - rows.removed > EXACT:
-                return None
-            return rows.label_table(key, project, since)
+            matrix = _searched_exactly(rows)
+            return None if matrix is None else matrix.label_table(key, project, since)
+
+    def project_labels(self, key: str, project: Project, most: int) -> bool:
+        with self._refreshed() as (_, rows):
+            matrix = _searched_exactly(rows)
+            return matrix is None or matrix.project_labels(key, project, most)
 
     @contextmanager
     def _refreshed(self) -> Iterator[tuple[Any, Matrix | DiskIndex]]:
@@ -462,6 +471,11 @@ class SqliteStore:
                 raise ValueError(f"{self.where}: not a gallery, or its first bytes are damaged; {how}") from None
             way_out = f"nearkin gallery check {self.where} --repair saves the rows that are intact"
             raise ValueError(f"{self.where}: the file is damaged ({error}); {way_out}") from None
+
+
+def _searched_exactly(rows: Matrix | DiskIndex) -> Matrix | None:
+    """The rows in memory; None where they are on the disk, or more than an exact search reads."""
+    return rows if isinstance(rows, Matrix) and rows.count - rows.removed <= EXACT else None
 
 
 def _read_note(connection: Any, key: str) -> str:

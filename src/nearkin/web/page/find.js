@@ -1,4 +1,4 @@
-/* Find: the labels of pictures, or why one is unknown, and the nearest items; enrolment under a label. */
+/* Find: who the pictures are of, how probably and why, and the nearest items; enrolment under a label. */
 import { form, guarded, post, trouble } from "./api.js";
 import { $, h, say } from "./dom.js";
 import { preview, takePictures, wire } from "./inputs.js";
@@ -43,9 +43,10 @@ const display = () => {
   if (error) { $("answer").hidden = true; trouble(error); return; }
   if (!identity) return;
   $("answer").hidden = false;
-  const { parts, spoken } = verdict(identity, state.stats);
+  const { parts, why, spoken } = verdict(identity, state.stats), best = identity.candidates[0]?.label;
   $("verdict").replaceChildren(...parts);
-  $("hits").replaceChildren(...(identity.hits.length ? identity.hits.map((hit) => itemButton(hit, identity.label)) : [h("p", { class: "soft" }, t("find.no_items"))]));
+  $("why").textContent = why;
+  $("hits").replaceChildren(...(identity.hits.length ? identity.hits.map((hit) => itemButton(hit, best)) : [h("p", { class: "soft" }, t("find.no_items"))]));
   say(spoken);
   emit("answer", { file, identity });
 };

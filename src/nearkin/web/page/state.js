@@ -24,7 +24,7 @@ export const refresh = async () => {
   const parts = [t("items", { n: stats.rows })], labelled = stats.labels - (nameless ? 1 : 0);
   if (labelled || !nameless) parts.push(t("labels", { n: labelled }));
   if (nameless) parts.push(t("summary.unlabelled", { n: nameless }));
-  if (!stats.calibrated) parts.push(t("summary.uncalibrated"));
+  if (!stats.learned && !stats.calibrated) parts.push(t("summary.uncalibrated"));
   if (stats.damaged) parts.push(t("summary.damaged", { n: stats.damaged }));
   $("summary").textContent = parts.join(" · ");
   $("labels").replaceChildren(...named.map((one) => h("option", { value: one.label })));

@@ -38,6 +38,13 @@ export const percent = (p) => {
   return t("percent", { p: (100 * p).toFixed(1) });
 };
 
+/* A probability that something is so: whole percents, and never quite certain. */
+export const chance = (p) => {
+  if (p > 0.995) return `> ${t("percent", { p: "99" })}`;
+  if (p < 0.005) return `< ${t("percent", { p: "1" })}`;
+  return t("percent", { p: (100 * p).toFixed(0) });
+};
+
 /* data-t="key" is the text of an element, data-t-aria-label="key" that of an attribute. */
 const translate = (root) => {
   for (const element of root.querySelectorAll("*")) {

@@ -1,68 +1,73 @@
-/* What an answer of identify means: the label and how sure it is, or unknown and why. */
+/* What an answer of identify means: the best candidate and its chance, the next ones with "nobody we know" among them, and why. */
 import { bar, h, words } from "./dom.js";
+import { face, openItem } from "./items.js";
 import { isEnrolling } from "./state.js";
-import { fill, percent, t } from "./texts.js";
+import { chance, fill, t } from "./texts.js";
 
-const SHOWN = 5, NAMED = 3;
+const SHOWN = 4, NEAREST = 8;
+const CERTAIN = 0.98, VERY = 0.9, LEFT = 0.01;  // probabilities
 const digits = (similarity) => similarity.toFixed(3);
-/* A similarity and a larger threshold with as many digits as show that they differ, and the difference of what is shown. */
-const apart = (low, high) => {
-  let n = 3;
-  while (n < 7 && low.toFixed(n) === high.toFixed(n)) n++;
-  return { similarity: low.toFixed(n), threshold: high.toFixed(n), missing: (high.toFixed(n) - low.toFixed(n)).toFixed(n) };
-};
 
 /* Where none of the nearest items has a label there are no candidates, but a similarity. */
 const isEmpty = (identity) => !identity.candidates.length && identity.similarity === null;
 const isUnlabelled = (identity) => !identity.candidates.length && identity.similarity !== null;
-export const title = (identity) => identity.label ?? (isUnlabelled(identity) ? t("compare.similarity", { similarity: digits(identity.similarity) }) : t("unknown"));
+/* Nothing is learned from the labels yet: similarities alone. */
+const isBare = (identity) => identity.candidates.length > 0 && identity.p_right === null;
+
+export const title = (identity) => {
+  if (identity.label !== null) return identity.label;
+  if (isUnlabelled(identity)) return t("compare.similarity", { similarity: digits(identity.similarity) });
+  if (isEmpty(identity) || identity.verdict === "unknown") return t("unknown");
+  return t("find.perhaps", { label: identity.candidates[0].label });
+};
+const kind = (identity) => {
+  if (isEmpty(identity) || identity.verdict === "unknown") return "unknown";
+  return identity.verdict === "named" ? "" : "bare";
+};
 
 const headline = (identity, stats) => {
   if (isEmpty(identity)) return isEnrolling(stats) ? t("find.enrolling_answer") : t("find.empty_answer");
   if (isUnlabelled(identity)) return t("find.unlabelled");
-  if (identity.confidence === null) return t("find.uncalibrated", { similarity: digits(identity.similarity) });
-  if (identity.label !== null) return t("find.sure", { p: percent(identity.confidence) });
-  const nearest = identity.candidates.slice(0, NAMED).map((one) => t("find.candidate", { label: one.label, p: percent(one.confidence), similarity: digits(one.similarity) }));
-  return t("find.none", { p: percent(identity.confidence), nearest: nearest.join(", ") });
+  if (isBare(identity)) return t("find.uncalibrated", { similarity: digits(identity.similarity) });
+  const { label } = identity.candidates[0], right = chance(identity.p_right), unknown = chance(identity.p_unknown);
+  if (identity.verdict === "unknown") return t("find.none", { p: unknown, label, right });
+  if (identity.verdict === "unsure") return t("find.unsure", { label, right, unknown });
+  const how = identity.p_right >= CERTAIN ? "certain" : identity.p_right >= VERY ? "very" : "probable";
+  return t(`chance.${how}`, { p: right });
 };
 
-/* From which similarity on a label is accepted, and at which false-accept rate. */
-const accepted = (identity) => {
-  if (identity.threshold === null) return "";
-  const values = { similarity: digits(identity.similarity), threshold: digits(identity.threshold) };
-  return identity.far === null ? t("find.accepted", values) : t("find.accepted_far", { ...values, far: percent(identity.far), classes: identity.classes });
-};
-
-/* Why a picture is unknown, as sentences. */
+/* How many of the nearest items have the best label; and what to do where it is right and was not named. */
 const reasons = (identity, stats) => {
-  if (!identity.candidates.length) return [isEnrolling(stats) ? t("why.enrolling") : t("why.empty")];
-  const { label } = identity.candidates[0], similarity = digits(identity.similarity);
-  if (identity.threshold === null) return [t("why.no_threshold", { label, similarity, n: stats.labels, classes: identity.classes }), t("why.calibrate")];
-  const rate = identity.far === null ? t("why.no_far", { classes: identity.classes }) : t("why.far", { far: percent(identity.far), classes: identity.classes });
-  return [t("why.below", { label, ...apart(identity.similarity, identity.threshold) }), rate, t("why.enrol", { label })];
+  if (isEmpty(identity) && isEnrolling(stats)) return [t("why.enrolling")];
+  if (!identity.candidates.length || !identity.hits.length) return [];
+  const { label, similarity } = identity.candidates[0], nearest = identity.hits.slice(0, NEAREST);
+  const n = nearest.filter((hit) => hit.label === label).length;
+  const evidence = t("why.nearest", { n, all: nearest.length, label, similarity: digits(similarity) });
+  return identity.verdict === "named" || isBare(identity) ? [evidence] : [evidence, t("why.enrol", { label })];
 };
-const scale = (identity) => {
-  const line = bar(identity.similarity, true), mark = h("span", { class: "mark-at" });
-  mark.style.left = `${Math.max(0, Math.min(1, identity.threshold)) * 100}%`;
-  const title = t("why.scale", { similarity: digits(identity.similarity), threshold: digits(identity.threshold) });
-  return h("div", { class: "scale", role: "img", "aria-label": title, title }, line, mark);
+
+/* The candidates, nobody and, where something is left for them, the other labels: the likeliest first. */
+const row = (name, p, text, picture, nobody = false) => ({ p, element: h("li", {}, h("span", { class: "thumbs" }, picture),
+  h("span", { class: nobody ? "what nobody" : "what", title: name }, h("span", {}, ...words(name))), bar(p, nobody), h("span", { class: "much" }, text)) });
+const sign = (text) => h("span", { class: "face sign", "aria-hidden": "true" }, text);
+const likeliest = (identity) => {
+  const shown = identity.candidates.slice(0, SHOWN);
+  const rows = shown.map((one) => row(one.label, one.confidence ?? one.similarity, one.confidence === null ? digits(one.similarity) : chance(one.confidence),
+    h("button", { type: "button", "aria-label": one.label, title: one.label, onclick: () => openItem(one.id) }, face(one.id, one.label))));
+  if (!isBare(identity)) {
+    const left = 1 - identity.p_unknown - shown.reduce((sum, one) => sum + one.confidence, 0);
+    if (left >= LEFT && Math.max(identity.classes ?? 0, identity.candidates.length) > shown.length) rows.push(row(t("find.others"), left, chance(left), sign("…")));
+    rows.push(row(t("find.nobody"), identity.p_unknown, chance(identity.p_unknown), sign("?"), true));
+    rows.sort((one, other) => other.p - one.p);
+  }
+  return h("ol", { class: "bars", "aria-label": t("find.likeliest") }, ...rows.map((one) => one.element));
 };
-const why = (identity, stats) => h("div", { class: "why", id: "why" }, h("h3", {}, t("why.title")),
-  identity.threshold === null ? null : scale(identity), ...reasons(identity, stats).map((one) => h("p", {}, one)));
 
 export const verdict = (identity, stats) => {
-  const empty = isEmpty(identity), bare = !empty && identity.confidence === null, unknown = identity.label === null && !bare;
-  const who = title(identity), sure = headline(identity, stats);
+  const who = title(identity), sure = headline(identity, stats), why = reasons(identity, stats);
   const small = (...children) => h("p", { class: "small soft" }, ...children);
-  const note = bare && identity.label !== null && identity.note ? small(...fill("service_note", { sentence: h("span", { lang: "en" }, identity.note) })) : null;
-  const far = !unknown && !bare && identity.far === null ? small(t("why.no_far", { classes: identity.classes })) : null;
-  const left = h("div", {},
-    h("p", { class: `who ${unknown ? "unknown" : bare ? "bare" : ""}` }, who), h("p", { class: "sure" }, sure),
-    unknown ? null : small(accepted(identity)), far, note);
-  const likeliest = h("ol", { class: "bars", "aria-label": t("find.likeliest") }, ...identity.candidates.slice(0, SHOWN).map((one) => h("li", {},
-    h("span", { class: "what", title: one.label }, h("span", {}, ...words(one.label))),
-    bar(one.confidence ?? one.similarity),
-    h("span", { class: "much" }, one.confidence === null ? digits(one.similarity) : percent(one.confidence)))));
-  const spoken = [`${who}.`, sure, ...(unknown && !empty ? reasons(identity, stats) : [])].join(" ");
-  return { parts: [left, ...(identity.candidates.length ? [likeliest] : []), ...(unknown ? [why(identity, stats)] : [])], spoken };
+  const left = h("div", {}, h("p", { class: `who ${kind(identity)}` }, who), h("p", { class: "sure" }, sure),
+    isBare(identity) && identity.note ? small(...fill("service_note", { sentence: h("span", { lang: "en" }, identity.note) })) : null,
+    identity.prior === null ? null : small(t("find.assumed", { p: chance(identity.prior) })));
+  return { parts: identity.candidates.length ? [left, likeliest(identity)] : [left], why: why.join(" "), spoken: [who, sure, ...why].map((one) => one.replace(/[.]?$/, ".")).join(" ") };
 };
