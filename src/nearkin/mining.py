@@ -234,7 +234,6 @@ def select(
 
     On the CPU an anchor's triplets are as many as its positives, where these are few, instead of one per column.
     """
-    check_generator(selection, generator)
     if not isinstance(selection, str):
         return selection(distance, relation)
     checks.one_of("selection", selection, ("all", *TRIPLET_SELECTIONS, *PAIR_SELECTIONS))
