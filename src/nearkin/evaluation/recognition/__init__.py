@@ -1,16 +1,19 @@
 """Who is this, or nobody we know: learned from a gallery's own rows; `nearkin.gallery` keeps and asks it."""
 
-from nearkin.evaluation.recognition.events import NONE, OTHER, RIGHT, Far, softmax
+from nearkin.evaluation.recognition.events import NONE, OTHER, PRIOR, RIGHT, SURE, Far, softmax
 from nearkin.evaluation.recognition.label_model import NOTHING, LabelScores, LabelSums
-from nearkin.evaluation.recognition.recogniser import Answers, Recogniser, fit
+from nearkin.evaluation.recognition.recogniser import FEWEST, Answers, Recogniser, fit
 from nearkin.evaluation.recognition.simulation import NEAREST, Hits, Part, Queries
 
 __all__ = [
+    "FEWEST",
     "NEAREST",
     "NONE",
     "NOTHING",
     "OTHER",
+    "PRIOR",
     "RIGHT",
+    "SURE",
     "Answers",
     "Far",
     "Hits",

@@ -21,7 +21,7 @@ from nearkin.evaluation.recognition.simulation import (
     only_these,
 )
 
-__all__ = ["Answers", "Recogniser", "fit"]
+__all__ = ["FEWEST", "Answers", "Recogniser", "fit"]
 
 FEWEST = 3  # labels
 
