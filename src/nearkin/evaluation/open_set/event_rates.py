@@ -66,7 +66,9 @@ def oracle(trials: Trials) -> float:
 def reliability(of_class: "_OfClasses", stated: Floats, came: Mask, which: Mask) -> Reliability:
     """Of the probabilities `stated` (n,) of what `came` (n,) true, in the searches `which`."""
     place = np.minimum((stated * BINS).astype(np.int64), BINS - 1)
-    columns = [of_class.sums(values * which, place) for values in (np.ones(len(stated)), stated, came)]
+    columns = [
+        of_class.sums(values * which, place) for values in (np.ones(len(stated)), stated, came.astype(np.float64))
+    ]
     weight, expected, observed = (of_class.even(column) for column in columns)
     weights, expecteds, observeds = (of_class.resampled(column) for column in columns)
     if not which.any():
@@ -157,4 +159,4 @@ class _OfClasses:
         """Of values (n,), and its interval."""
         sums = self.sums(values, np.zeros(len(values), np.int64))
         value = float(self.even(sums)[0])
-        return value, self.interval(value, self.resampled(sums)[:, 0], np.ones(len(values), bool))
+        return value, self.interval(value, self.resampled(sums)[:, 0], self.trials.mated)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nearkin.core import checks, distances
+from nearkin.core import distances
 from nearkin.evaluation.arrays import Array, Floats, Ids, Progress, takes_arrays
 from nearkin.evaluation.open_set import draws, event_rates, search_rates
 from nearkin.evaluation.open_set.draws import Draw
@@ -82,17 +82,15 @@ def identification(
                    of 0.7 on, where 30 % of the searches are expected to have no mate
       far          per rate of `fars`, which `identify` takes as `far`: {"asked", "expected" (what so many labels show),
                    "proven", "observed" (share of searches without a mate that are named), "interval", "right" (share of
-                   the others that are named rightly), "verdict"}. "kept": the interval holds the expected rate;
-                   "exceeded", "below": it lies above, below; None without an interval
+                   the others that are named rightly), "verdict", "note"}. "kept": the interval holds the expected
+                   rate; "exceeded", "below": it lies above, below; None without an interval
     An FPIR that so few searches cannot show is None, as is an ECE where nothing is named.
 
     repeats: 5, or fewer for large sets. interval: 95 % intervals over classes ("intervals"), by resampling them.
     groups, budget, progress: as in `open_set`; beyond the budget what a gallery of the enrolled rows learns from.
     """
     known = classes_of(embeddings, labels, groups)
-    check_lists(examples, fpirs, repeats, seed, budget)
-    for rate in fars:
-        checks.between("fars", rate, 0, 1)
+    check_lists({"examples": examples, "fpirs": fpirs, "fars": fars}, repeats, seed, budget)
     possible, notes = draws.check_classes(known.classes, known.bursts, examples)
     repeats = repeats or max(2, min(REPEATS, SEARCHES // len(known.rows)))
     entries = []
@@ -234,24 +232,29 @@ def _far(answers: _Answers, column: int, asked: float, interval: bool) -> dict[s
     observed, low, high = float(above[strange].mean()), np.nan, np.nan
     if interval:
         low, high = event_rates.share_of(above[strange], trials.classes[strange])
+    proven = all(curve.at(asked) is not None for curve in answers.far)
+    note = (
+        f"{answers.far[0].classes:,} labels can show {100 * expected:.2g} % at the least; {100 * asked:.2g} % was asked"
+    )
     verdict = None if np.isnan(low) else "exceeded" if low > expected else "below" if high < expected else "kept"
     return {
         "asked": asked,
         "expected": expected,
-        "proven": all(curve.at(asked) is not None for curve in answers.far),
+        "proven": proven,
         "observed": observed,
         "interval": (low, high),
         "right": float((above & trials.first)[trials.mated].mean()),
         "verdict": verdict,
+        "note": "" if proven else note,
     }
 
 
 def _sentence(entry: dict[str, Any]) -> str:
-    known, strangers = entry["known"], entry["strangers"]
+    right, wrong, unsure = (_percent(entry["known"][verdict]) for verdict in ("right", "wrong", "unsure"))
+    named, unsure_too = (_percent(entry["strangers"][verdict]) for verdict in ("named", "unsure"))
     return (
-        f"Of {entry['labels']:,} labels identify names {_percent(known['right'])} of the known rightly, {_percent(known['wrong'])} wrongly, and "
-        f"{_percent(strangers['named'])} of strangers; it is unsure of {_percent(known['unsure'])} and "
-        f"{_percent(strangers['unsure'])}."
+        f"Of {entry['labels']:,} labels identify names {right} of the known rightly, {wrong} wrongly, and {named} of "
+        f"strangers; it is unsure of {unsure} and {unsure_too}."
     )
 
 
@@ -265,7 +268,8 @@ def _rates_sentence(entries: Sequence[dict[str, Any]]) -> str:
     exceeded = sum(rate["verdict"] == "exceeded" for rate in rates)
     if exceeded:
         return f"identify exceeds {exceeded} of {len(rates)} rates; worst: {figures}."
-    return f"identify keeps all {len(rates)} rates; nearest to too many: {figures}."
+    some = "the rate" if len(rates) == 1 else f"all {len(rates)} rates"
+    return f"identify keeps {some} asked of it; nearest to the limit: {figures}."
 
 
 def _percent(share: float) -> str:

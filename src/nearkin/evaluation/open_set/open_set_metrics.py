@@ -85,7 +85,11 @@ def open_set(
     threshold), "auroc", "oscr", "intervals", "curve"}.
     """
     known = classes_of(embeddings, labels, groups)
-    check_lists(examples, fpirs, repeats, seed, budget, scorings, normalizations)
+    check_lists({"examples": examples, "fpirs": fpirs, "scorings": scorings}, repeats, seed, budget)
+    for scoring in scorings:
+        checks.one_of("scorings", scoring, SCORINGS)
+    for kind in normalizations:
+        checks.one_of("normalizations", kind, NORMALIZATIONS)
     possible, notes = draws.check_classes(known.classes, known.bursts, examples)
     templates, missing = _cohort(embeddings, labels, cohort, cohort_labels, normalizations, seed, budget)
     notes += missing
@@ -240,29 +244,19 @@ def _lengths_vary(embeddings: Tensor) -> bool:
     return bool(lengths.std() > _VARIES * lengths.mean())
 
 
-def check_lists(
-    examples: Sequence[int],
-    fpirs: Sequence[float],
-    repeats: int | None,
-    seed: int,
-    budget: int,
-    scorings: Sequence[str] = SCORINGS,
-    normalizations: Sequence[str] = (),
-) -> None:
-    for name, values in (("examples", examples), ("fpirs", fpirs), ("scorings", scorings)):
-        if isinstance(values, str) or not len(values):
+def check_lists(lists: Mapping[str, Sequence[Any]], repeats: int | None, seed: int, budget: int) -> None:
+    """Checks options by name: numbers of examples, rates and whole numbers."""
+    for name, values in lists.items():
+        if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
             raise ValueError(f"{name} must be a list of at least one, got {values!r}")
-    for number in examples:
-        checks.integer("examples", number, 1)
-    for rate in fpirs:
-        checks.between("fpirs", rate, 0, 1)
+        for value in values:
+            if name == "examples":
+                checks.integer(name, value, 1)
+            elif name in ("fpirs", "fars"):
+                checks.between(name, value, 0, 1)
     checks.integer("repeats", 1 if repeats is None else repeats, 1)
     checks.integer("seed", seed, 0)
     checks.integer("budget", budget, 1)
-    for scoring in scorings:
-        checks.one_of("scorings", scoring, SCORINGS)
-    for kind in normalizations:
-        checks.one_of("normalizations", kind, NORMALIZATIONS)
 
 
 def in_part(progress: Progress, at: int, parts: int) -> Progress:

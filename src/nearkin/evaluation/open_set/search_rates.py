@@ -102,7 +102,7 @@ def quotable(fpirs: Sequence[float], nonmated: int) -> tuple[list[float], str]:
 
 def figures(
     trials: Trials, fpirs: Sequence[float], quoted: Sequence[float], smallest: float, seed: int, interval: bool
-) -> tuple[dict[str, Any], Floats | None]:
+) -> tuple[dict[str, Any], Any]:
     """What a result has of such searches, None at rates that are not `quoted`; and the `fnirs` of the resamples."""
     result: dict[str, Any] = {}
     points = {f: operating_point(trials, f) if f in quoted else None for f in fpirs}
