@@ -16,12 +16,12 @@ IDENTIFY = (
     "that of the best threshold on the same score. ECE: stated less true probability, in the mean."
 )
 _ANSWERS = (
-    "At the defaults: named or unknown from a probability of {sure:g} on, where {prior:.0%} of the items are expected "
+    "At the defaults: named or unknown from a probability of {sure:g} on, where {prior} of the items are expected "
     "to be of strangers."
 )
 _RELIABLE = (
     "Of all answers with about the same stated probability, the share that is true; on the thin line both are equal. "
-    "Half of the items is of strangers. Whiskers: 95 % intervals over classes."
+    "Half of the items is of strangers. Whiskers: 95 % intervals over classes, of the most examples."
 )
 _KINDS = {"unknown": "“Nobody who is enrolled”", "named": "“It is this label”"}
 
@@ -32,24 +32,33 @@ def identify(identified: Figures, fpirs: Sequence[float]) -> str:
     if not entries:
         return ""
     spoken = [f"{_examples(entry)} per label: {entry['sentence']}" for entry in entries] + [identified["sentence"]]
-    names = {"gain": "gain", "oracle": "best threshold"}
-    names |= {f"dir@fpir={fpir:g}": f"DIR at FPIR {fpir:g}" for fpir in fpirs}
-    names |= {"oscr": "OSCR", "ece_unknown": "ECE of unknown", "ece_named": "ECE of named"}
-    quoted = {key: name for key, name in names.items() if any(entry[key] is not None for entry in entries)}
-    rows = [(_gallery(entry), [figure(entry, key) for key in quoted]) for entry in entries]
-    body = "".join(f"<li>{prose(sentence)}</li>" for sentence in spoken)
-    body = f'<ul class="notes">{body}</ul>{table("labels × examples", list(quoted.values()), rows)}'
-    answers = _ANSWERS.format(sure=identified["sure"], prior=identified["prior"])
+    answers = _ANSWERS.format(sure=identified["sure"], prior=f"{100 * identified['prior']:g} %")
+    right = {"gain": "gain", "oracle": "best threshold", "ece_unknown": "ECE of unknown", "ece_named": "ECE of named"}
+    found = {f"dir@fpir={fpir:g}": f"DIR at FPIR {fpir:g}" for fpir in fpirs} | {"oscr": "OSCR"}
     return (
-        body + f"<h3>Answers</h3><p>{prose(answers)}</p>" + _verdicts(entries) + _reliability(entries) + _rates(entries)
+        f'<ul class="notes">{"".join(f"<li>{prose(sentence)}</li>" for sentence in spoken)}</ul>'
+        f"{_columns(entries, right)}{_columns(entries, found)}"
+        f"<h3>Answers</h3><p>{prose(answers)}</p>{_verdicts(entries)}{_reliability(entries)}{_rates(entries)}"
+    )
+
+
+def _columns(entries: Sequence[Figures], names: Mapping[str, str]) -> str:
+    shown = {key: name for key, name in names.items() if any(entry[key] is not None for entry in entries)}
+    return table(
+        "labels × examples", list(shown.values()), [(_gallery(e), [figure(e, key) for key in shown]) for e in entries]
     )
 
 
 def _verdicts(entries: Sequence[Figures]) -> str:
-    columns = {f"known: {name}": ("known", name) for name in ("right", "wrong", "unsure", "unknown")}
-    columns |= {f"strangers: {name}": ("strangers", name) for name in ("named", "unsure", "unknown")}
-    rows = [(_gallery(entry), [figure(entry[kind], name) for kind, name in columns.values()]) for entry in entries]
-    return table("labels × examples", list(columns), rows)
+    rows = []
+    for entry in entries:
+        known, strangers = entry["known"], entry["strangers"]
+        rows.append(
+            (f"{_gallery(entry)}, known", [figure(known, name) for name in ("right", "wrong", "unsure", "unknown")])
+        )
+        rest = [figure(strangers, name) for name in ("named", "unsure", "unknown")]
+        rows.append((f"{_gallery(entry)}, strangers", ["–", *rest]))
+    return table("labels × examples", ["named rightly", "wrongly", "unsure", "unknown"], rows)
 
 
 def _reliability(entries: Sequence[Figures]) -> str:
@@ -63,6 +72,7 @@ def _diagram(entries: Sequence[Figures], kind: str, title: str) -> str:
     series = []
     for entry, style in zip(entries[-len(charts.STYLES) :], charts.STYLES, strict=False):
         bins = entry["reliability"][kind]
+        bins = [one for one in bins if _ends(one["interval"])] or bins  # a handful of answers would draw a spike
         ends = [_ends(one["interval"]) if entry is entries[-1] else None for one in bins]
         xs, ys = [one["stated"] for one in bins], [one["observed"] for one in bins]
         series += [Line(_examples(entry), xs, ys, style, ends)] if bins else []
@@ -115,7 +125,7 @@ def figure(figures: Figures, key: str, plain: bool = False) -> str:
     if around is not None:
         low, high = around
         ends = f"{low:.4f}–{high:.4f}" if plain else f"{100 * low:.1f}–{100 * high:.1f}"
-    return f"{escape(text)}{f'<br><small>{ends}</small>' if ends else ''}"
+    return f"<span>{escape(text)}{f'<br><small>{ends}</small>' if ends else ''}</span>"
 
 
 def table(first: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
