@@ -1,47 +1,38 @@
 """Whether the promises of a calibration hold on classes that it has not seen.
 
-    python studies/calibration_holds.py far|confidence|strangers [--embeddings FILE.npz] [--quick]
+    python studies/calibration_holds.py [--embeddings FILE.npz] [--quick]
 
 FILE.npz: embeddings (N, D) and labels (N,) of classes that the encoder has not learned from, as `nearkin embed` writes
 them; without it, two synthetic worlds: classes of very different widths with heavy tails, and classes in families.
 
-    far         200 times C classes are drawn to calibrate on, all others are the truth: how often an offered FAR per
-                pair holds on them, and how often the 95 % interval of the FAR covers the truth
-    confidence  galleries of 10 to 10,000 labels, half of the queries from enrolled classes: the largest difference
-                between confidence and accuracy in a tenth of confidence with 100 answers; how often known or unknown
-                is right, and the same with the plain threshold of `verify`
-    strangers   how many queries of unknown classes are accepted, and the stated maximum
+200 times C classes are drawn to calibrate on, all others are the truth: how often an offered FAR per pair holds on
+them, and how often the 95 % interval of the FAR covers the truth.
 """
 
 import argparse
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from nearkin.evaluation.verification import class_rates
 from nearkin.gallery import calibration
-from nearkin.gallery.results import Calibrator, Hit, Identity
 
 Floats = NDArray[np.float32]
 Labels = NDArray[np.int64]
 World = tuple[str, Floats, Labels]  # rows of length 1, by class
-Rounds = list[tuple[Calibrator, Labels]]
-NEAREST = 50  # rows that a gallery weighs
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("what", choices=("far", "confidence", "strangers"))
     parser.add_argument("--embeddings")
     parser.add_argument("--quick", action="store_true")
     chosen = parser.parse_args(arguments)
-    for world in worlds(chosen.embeddings, chosen.what, chosen.quick):
-        {"far": far, "confidence": confidence, "strangers": strangers}[chosen.what](*world, chosen.quick)
+    for world in worlds(chosen.embeddings):
+        far(*world, chosen.quick)
 
 
-def worlds(path: str | None, what: str, quick: bool) -> Iterator[World]:
+def worlds(path: str | None) -> Iterator[World]:
     if path is not None:
         with np.load(path, allow_pickle=False) as file:
             labels = np.unique(file["labels"], return_inverse=True)[1]
@@ -49,9 +40,8 @@ def worlds(path: str | None, what: str, quick: bool) -> Iterator[World]:
             rows = file["embeddings"].astype(np.float64)[order]
         yield path, (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32), labels[order]
         return
-    classes, each = (600, 8) if quick or what != "confidence" else (13_000, 8)
     for name in ("heavy tails", "families"):
-        yield name, *made_up(name, classes, each)
+        yield name, *made_up(name, 600, 8)
 
 
 def made_up(name: str, classes: int, each: int, dim: int = 32, seed: int = 0) -> tuple[Floats, Labels]:
@@ -102,126 +92,6 @@ def far(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
                 print(f"{classes} | {wanted:g} | {share:.0%} | {within:.1%} | {ratio:.2f} | {cover:.1%}", flush=True)
             else:
                 print(f"{classes} | {wanted:g} | not offered", flush=True)
-
-
-def confidence(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
-    print(f"{name} | labels | examples | largest error | answers | known or not, right | plain threshold")
-    for calibrated in (48, 200):
-        rounds = calibrations(rows, labels, calibrated, 2 if quick else 6)
-        for count in (10, 100, 300) if len(labels) < 50_000 else (10, 100, 1000, 10_000):
-            for examples in (1, 5):
-                galleries = Asked(rows, labels, rounds, count, examples, 500 if quick else 6000)
-                worst, judged = galleries.worst()
-                plain = f"{galleries.accuracy():.1%} | {galleries.plain_accuracy():.1%}"
-                print(f"{calibrated} | {count} | {examples} | {worst:.3f} | {judged} | {plain}", flush=True)
-
-
-def strangers(name: str, rows: Floats, labels: Labels, quick: bool) -> None:
-    print(f"{name} | classes | labels | examples | FAR per query | strangers that passed")
-    for calibrated in (48, 150):
-        rounds = calibrations(rows, labels, calibrated, 2 if quick else 6)
-        for count in (20, 200, 300):
-            for examples in (1, 4):
-                for far_per_query in (None, 0.01, 0.1, 0.3):
-                    try:
-                        galleries = Asked(rows, labels, rounds, count, examples, 300 if quick else 3000, far_per_query)
-                    except ValueError as error:
-                        print(f"{calibrated} | {count} | {examples} | {far_per_query:g} | refused: {error}", flush=True)
-                        continue
-                    stated = "none" if galleries.far is None else f"{galleries.far:.3g}"
-                    asked_for = "likeliest" if far_per_query is None else "asked"
-                    line = f"{stated} ({asked_for}) | {galleries.passed():.2%}, known found {galleries.found():.1%}"
-                    print(f"{calibrated} | {count} | {examples} | {line}", flush=True)
-
-
-def calibrations(rows: Floats, labels: Labels, classes: int, rounds: int) -> Rounds:
-    """Calibrations on several samples of `classes` classes, each with the classes that it has not seen."""
-    result = []
-    for seed in range(rounds):
-        order = np.random.default_rng([classes, seed]).permutation(int(labels.max()) + 1)
-        inside = np.isin(labels, order[:classes])
-        plain = calibration.measure(torch.from_numpy(rows[inside]), torch.from_numpy(labels[inside]))
-        result.append((Calibrator(plain), order[classes:]))
-    return result
-
-
-class Asked:
-    """Several galleries of `count` labels, and answered queries of known and unknown classes, in equal numbers."""
-
-    def __init__(
-        self,
-        rows: Floats,
-        labels: Labels,
-        rounds: Rounds,
-        count: int,
-        examples: int,
-        most: int,
-        far: float | None = None,
-    ) -> None:
-        draw = np.random.default_rng([count, examples])
-        self.sure: list[float] = []
-        self.right: list[bool] = []
-        self.known: list[bool] = []
-        self.stranger: list[bool] = []
-        self.near: list[bool] = []
-        self.far: float | None = None
-        start = np.searchsorted(labels, np.arange(labels.max() + 2))
-        for calibrator, unseen in rounds:
-            order = draw.permutation(unseen)
-            enrolled = order[:count]
-            others = order[count:][: max(count, 200)]
-            items = [draw.permutation(np.arange(start[c], start[c + 1])) for c in enrolled]
-            here = np.concatenate([one[:examples] for one in items])
-            asking = draw.permutation(np.concatenate([one[examples:] for one in items]))
-            strange = draw.permutation(np.concatenate([np.arange(start[c], start[c + 1]) for c in others]))
-            number = min(len(asking), len(strange), most // (2 * len(rounds)))
-            self._ask(calibrator, rows, labels, here, asking[:number], strange[:number], examples, far)
-
-    def _ask(
-        self,
-        calibrator: Calibrator,
-        rows: Floats,
-        labels: Labels,
-        here: Labels,
-        asking: Labels,
-        strange: Labels,
-        examples: int,
-        far: float | None,
-    ) -> None:
-        names = [str(label) for label in labels[here]]
-        sizes = {examples: len(here) // examples}
-        plain = calibrator.verify(0.0, None).threshold
-        for query, stranger in [(i, False) for i in asking] + [(i, True) for i in strange]:
-            scores = rows[here] @ rows[query]
-            most = min(NEAREST, len(scores))
-            order = np.argpartition(-scores, most - 1)[:most]
-            order = order[np.argsort(-scores[order], kind="stable")]
-            hits = [Hit(int(n), names[n], float(scores[n]), "", {}) for n in order]
-            found: Identity = calibrator.identify(hits, sizes, far, {hit.label: examples for hit in hits})
-            self.far = found.far
-            self.sure.append(found.confidence or 0.0)
-            self.right.append(found.label == (None if stranger else str(labels[query])))
-            self.known.append(not found.unknown)
-            self.stranger.append(stranger)
-            self.near.append(plain is not None and hits[0].similarity >= plain)
-
-    def worst(self) -> tuple[float, int]:
-        sure, right = np.array(self.sure), np.array(self.right)
-        place = np.minimum((sure * 10).astype(int), 9)
-        gaps = [abs(sure[place == b].mean() - right[place == b].mean()) for b in range(10) if (place == b).sum() >= 100]
-        return max(gaps, default=float("nan")), len(sure)
-
-    def accuracy(self) -> float:
-        return float((np.array(self.known) != np.array(self.stranger)).mean())
-
-    def plain_accuracy(self) -> float:
-        return float((np.array(self.near) != np.array(self.stranger)).mean())
-
-    def passed(self) -> float:
-        return float(np.array(self.known)[np.array(self.stranger)].mean())
-
-    def found(self) -> float:
-        return float(np.array(self.known)[~np.array(self.stranger)].mean())
 
 
 def _table(rows: Floats, groups: list[Labels], thresholds: NDArray[np.float64]) -> Floats:
