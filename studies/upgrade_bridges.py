@@ -4,8 +4,8 @@
     nearkin embed runs/glyphs glyphs --part test --out new.npz
     python studies/upgrade_bridges.py glyphs old.npz new.npz
 
-The bridge is fitted on half of the classes, its kind and settings chosen within them; a quarter measures scale and
-error rates, and retrieval is judged on the half that was not fitted on. Error rates are tested on the last quarter.
+The bridge is fitted on half of the classes, its kind and settings chosen within them; a quarter measures the scale, and
+retrieval is judged on the half that was not fitted on.
 "mixed" is a gallery whose rows are bridged and renewed at random, with the cosines as they are and on one scale. Writes
 results/upgrade_bridges.json, one entry per name.
 """
@@ -20,10 +20,7 @@ import numpy as np
 import torch
 
 from nearkin.evaluation.statistics.cluster_bootstrap import share_interval
-from nearkin.evaluation.verification import class_rates
-from nearkin.evaluation.verification.class_rates import Against
 from nearkin.gallery import bridge, bridge_scale
-from nearkin.gallery.results import Calibrator
 from nearkin.gallery.schema import unit
 
 RESULTS = Path(__file__).parent / "results" / "upgrade_bridges.json"
@@ -67,26 +64,6 @@ def mixed(new: Any, mapped: Any, classes: Any, scale: bridge_scale.Scale | None)
     return hit[keep, 0].astype(float).tolist(), precision[keep].tolist(), np.flatnonzero(keep).tolist()
 
 
-def error_rates(new: Any, mapped: Any, classes: Any, scale: bridge_scale.Scale, calibrator: Calibrator) -> list[Any]:
-    """FAR per pair on classes that played no part: as stated (the bound), and as observed."""
-    groups = [np.flatnonzero(classes == one) for one in np.unique(classes)]
-    kinds = {"bridged": Against(mapped, lambda near, _: scale(near)), "new": None}
-    rows = []
-    for kind, against in kinds.items():
-        rates = class_rates.impostor_rates(class_rates.accepts(new, groups, calibrator.thresholds, 1, against))
-        curves = calibrator.bridged[1]
-        for far in (0.1, 0.03, 0.01, 0.003, 0.001):
-            if curves.bound[-1] > far:
-                continue
-            at = int(np.argmax(curves.bound <= far))
-            scores = class_rates.genuine_groups(new, groups, 1, 0, None, against)
-            tar = float(class_rates.true_accepts(scores, calibrator.thresholds)[:, at].mean())
-            figures = {"stated": far, "observed": float(rates.far[at]), "tar": tar}
-            rows.append({"rows": kind} | figures | {"interval": [float(rates.low[at]), float(rates.high[at])]})
-            print(f"{kind:8s} FAR stated {far:g}, observed {rates.far[at]:.2g}, TAR {tar:.3f}", flush=True)
-    return rows
-
-
 def study(old_path: str, new_path: str, seed: int) -> dict[str, Any]:
     old_file, new_file = np.load(old_path, allow_pickle=False), np.load(new_path, allow_pickle=False)
     assert (old_file["names"] == new_file["names"]).all()
@@ -114,11 +91,6 @@ def study(old_path: str, new_path: str, seed: int) -> dict[str, Any]:
     table.append(row("mixed, cosines", mixed(new[judged], mapped[judged], codes, None), codes))
     table.append(row("mixed, on one scale", mixed(new[judged], mapped[judged], codes, scale), codes))
     table.append(row("new-new", bridge.per_query(new[judged], new[judged], codes), codes))
-    content = bridge_scale.measure_across(
-        new[measured], mapped[measured], [str(one) for one in classes[measured]], scale
-    )
-    tested = judged & ~measured
-    rates = error_rates(new[tested], mapped[tested], classes[tested], scale, Calibrator(content))
     return {
         "pairs": int(fit.sum()),
         "judged": int(judged.sum()),
@@ -126,8 +98,6 @@ def study(old_path: str, new_path: str, seed: int) -> dict[str, Any]:
         "dims": [old.shape[1], new.shape[1]],
         "table": table,
         "seconds": seconds,
-        "calibration_classes": quarter,
-        "far": rates,
     }
 
 

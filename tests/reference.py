@@ -947,3 +947,50 @@ def auroc(scores, mated):
     """Every search with a mate against every one without."""
     known, unknown = ([s for s, m in zip(scores, mated, strict=True) if bool(m) is kind] for kind in (True, False))
     return sum((a > b) + (a == b) / 2 for a in known for b in unknown) / (len(known) * len(unknown))
+
+
+def oscr(scores, first, mated):
+    """The area under correct answers over accepted unknown ones, every observed score a threshold."""
+    known = [(s, f) for s, f, m in zip(scores, first, mated, strict=True) if m]
+    unknown = [s for s, m in zip(scores, mated, strict=True) if not m]
+    area, before = 0.0, (0.0, 0.0)
+    for t in sorted(set(scores), reverse=True):
+        point = sum(s >= t for s in unknown) / len(unknown), sum(bool(f) and s >= t for s, f in known) / len(known)
+        area += (point[0] - before[0]) * (point[1] + before[1]) / 2
+        before = point
+    return area
+
+
+def half_strangers(mated):
+    """The weight of each search where half of them are of strangers."""
+    known = sum(bool(m) for m in mated)
+    return [0.5 / known if m else 0.5 / (len(mated) - known) for m in mated]
+
+
+def gain(shares, first, mated):
+    """Right decisions: the likeliest of the events (right, another label, none) is the answer."""
+    total = 0.0
+    for share, right, known, weight in zip(shares, first, mated, half_strangers(mated), strict=True):
+        event = max(range(3), key=lambda e: (share[e], -e))
+        total += weight * ((event == 0 and bool(right)) if known else event == 2)
+    return total
+
+
+def best_gain(scores, first, mated):
+    """The gain of the best threshold, from which on all are named; every observed score and none are tried."""
+    weights = half_strangers(mated)
+    return max(
+        sum(
+            w * ((s >= t and bool(f)) if m else s < t) for s, f, m, w in zip(scores, first, mated, weights, strict=True)
+        )
+        for t in [*scores, math.inf]
+    )
+
+
+def calibration_error(stated, came, weights, bins=10):
+    """The mean of |stated - came true| over equal bins of the stated probability, each with its weight."""
+    total = 0.0
+    for b in range(bins):
+        inside = [i for i, p in enumerate(stated) if min(int(p * bins), bins - 1) == b]
+        total += abs(sum(weights[i] * (stated[i] - float(came[i])) for i in inside))
+    return total / sum(weights)

@@ -262,6 +262,7 @@ def test_open_set_is_printed_written_and_drawn(tmp_path):
     np.savez("a.npz", embeddings=rows, labels=np.array([f"<b>{i}" for i in labels]))
     np.savez("c.npz", embeddings=rows[::-1] + 1, labels=np.array([f"<b>{i}" for i in labels + 35]))
     words = ["--open-set", "--examples", "1,2", "--fpir", "0.1,0.001", "--repeats", 3, "--cohort", "c.npz"]
+    words += ["--far", "0.2,0.01"]
     printed = good("evaluate", "a.npz", *words, "--json", "out.json", "--report", "page.html")
     written = json.loads((tmp_path / "out.json").read_text())
     scores = written["results"]["open_set"]
@@ -276,11 +277,21 @@ def test_open_set_is_printed_written_and_drawn(tmp_path):
         assert figures["fnir@fpir=0.1"] == wanted["fnir@fpir=0.1"] and figures["fnir@fpir=0.001"] is None
         assert figures["intervals"]["auroc"] == list(wanted["intervals"]["auroc"])
         assert f"{100 * wanted['fnir@fpir=0.1']:.2f} %" in printed.stdout
-    checked = scores["identify"]
-    assert checked["calibration_classes"] == 20 and "half of these classes" in checked["calibration"]
-    assert checked["rates"][0]["observed"] is None or checked["rates"][0]["verdict"] is not None
+    answers = evaluation.identification(x, torch.from_numpy(names), examples=(1, 2), fars=(0.2, 0.01), repeats=3)
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<figure>") == 2 and "<b>1" not in page and checked["sentence"][:40] in page
+    text = " ".join(printed.stdout.split())
+    for entry, expected in zip(scores["identify"]["examples"], answers["examples"], strict=True):
+        assert entry["gain"] == expected["gain"] and entry["dir@fpir=0.001"] is None
+        assert entry["intervals"]["oscr"] == list(expected["intervals"]["oscr"])
+        of = f"{entry['examples']} example{'s' * (entry['examples'] > 1)}"
+        assert f"{of} per label: {entry['sentence']}" in text and entry["sentence"].replace(" %", "\u202f%") in page
+        assert f"{of}: gain {100 * entry['gain']:.2f} %" in text
+        for rate in entry["far"]:
+            said = f"{of}: far {rate['asked']:g} ({100 * rate['expected']:.2g} %)"
+            assert f"{said} {100 * rate['observed']:.2f} %" in text
+            assert f"20 × {entry['examples']}, far {rate['asked']:g}" in page
+    assert "20 labels can show 4.8\u202f% at the least; 1\u202f% was asked" in page
+    assert page.count("<figure>") == 4 and "<b>1" not in page and "Reliability of" in page
     for choice in (choice for entry in scores["examples"] for choice in entry["choices"]):
         assert choice["sentence"].split(":")[0].replace(" %", "\u202f%") in page
 
@@ -341,7 +352,7 @@ SENTENCES = [
     (["a.npz", "--one-shot"], "ways must be at most the number of classes"),
     (["a.npz", "--verification", "--similarity", "euclidean"], "--verification compares by cosine or dot, got"),
     (["a.npz", "--retrieval", "--pairs", "p.csv"], "--pairs is for --verification, which is not asked for"),
-    (["a.npz", "--far", "0.1"], "--far is for --verification, which is not asked for"),
+    (["a.npz", "--far", "0.1"], "--far is for --verification and --open-set, which are not asked for"),
     (["a.npz", "--verification", "--far", "2"], "far must be rates > 0 and < 1, separated by commas"),
     (["a.npz", "--verification", "--far", "x"], 'as 1e-2,1e-3, got "x"'),
     (["plain.npz", "--pairs", "p.csv"], "plain.npz: --verification needs labels, there are none; give --labels FILE"),

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from calibrations import embeddings
+from nearkin import evaluation
+from nearkin.evaluation.open_set import draws
 from nearkin.gallery import Gallery, bridge_note, recognition
 from nearkin.gallery.bridge_scale import Scale
 from nearkin.gallery.schema import UNLABELLED, bridged_metadata, checksum
@@ -55,6 +57,34 @@ def test_verdicts_follow_the_probabilities_and_the_best_candidate_comes_first(tm
 
 def answer_score(gallery, item):
     return gallery.identify(item).score
+
+
+def test_evaluate_counts_what_a_gallery_answers(tmp_path):
+    rows, codes = embeddings(24, 6, dim=16, seed=5, spread=0.7)
+    (entry,) = evaluation.identification(rows, codes, examples=(3,), fars=(0.3, 0.01), repeats=1)["examples"]
+    draw = draws.draw(codes, np.arange(len(codes)), 3, 0, 0)
+    names = [f"c{line:02}" for line in range(12)]
+    counted = {"right": 0, "wrong": 0, "unsure": 0, "unknown": 0, "named": 0, "far": 0, "right at far": 0, "strict": 0}
+    with Gallery.open(tmp_path / "g", dim=16) as gallery:
+        gallery.enrol(rows[draw.enrolled.ravel()], np.repeat(names, 3).tolist())
+        for probe, mate in zip(draw.probes, draw.mate, strict=True):
+            plain, loose, strict = (gallery.identify(rows[probe], **far) for far in ({}, {"far": 0.3}, {"far": 0.01}))
+            right = mate >= 0 and plain.candidates[0].label == names[mate]
+            if mate >= 0:
+                counted[plain.verdict if plain.verdict != "named" else "right" if right else "wrong"] += 1
+                counted["right at far"] += right and not loose.unknown
+            else:
+                counted["named"] += plain.verdict == "named"
+                counted["far"] += not loose.unknown
+                counted["strict"] += not strict.unknown
+    for verdict, share in entry["known"].items():
+        assert verdict == "intervals" or share == pytest.approx(counted[verdict] / 36), verdict
+    assert entry["strangers"]["named"] == pytest.approx(counted["named"] / 72)
+    far, not_shown = entry["far"]
+    assert far["observed"] == pytest.approx(counted["far"] / 72) and far["right"] == counted["right at far"] / 36
+    assert far["expected"] == loose.far.expected and not_shown["observed"] == pytest.approx(counted["strict"] / 72)
+    assert not not_shown["proven"] and not strict.far.proven and not_shown["expected"] == strict.far.expected
+    assert counted["wrong"] and counted["named"] and counted["unsure"], "nothing is counted in vain"
 
 
 def test_far_alone_decides_and_says_what_it_can_show(tmp_path, world):

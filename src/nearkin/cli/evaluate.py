@@ -8,7 +8,6 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.evaluate_inputs import (
-    add_far_check,
     cohort_of_run,
     cut_offs,
     is_encoder,
@@ -104,7 +103,10 @@ def evaluate(
     one_shot: Annotated[bool, typer.Option("--one-shot", help="Recognition from --shots examples per class.")] = False,
     open_set: Annotated[
         bool,
-        typer.Option("--open-set", help="Half of the classes enrolled, the others unknown: FNIR at FPIR, DIR, AUROC."),
+        typer.Option(
+            "--open-set",
+            help="Half of the classes enrolled, the others unknown: FNIR at FPIR, DIR, OSCR; how right identify is.",
+        ),
     ] = False,
     examples: Annotated[
         str | None,
@@ -113,7 +115,7 @@ def evaluate(
     fpir: Annotated[
         str | None,
         typer.Option(
-            help="Open set: false-positive identification rates.", metavar="F,F,…", show_default="0.1,0.01,0.001"
+            help="Open set: false-positive identification rates.", metavar="F,F,…", show_default="0.1,0.05,0.01,0.001"
         ),
     ] = None,
     repeats: Annotated[
@@ -144,9 +146,9 @@ def evaluate(
     far: Annotated[
         str | None,
         typer.Option(
-            help="Verification: thresholds at these false-accept rates (FAR).",
+            help="Verification: thresholds at these false-accept rates (FAR). Open set: whether identify keeps them.",
             metavar="F,F,…",
-            show_default="1e-1 … 1e-6, without thresholds",
+            show_default="1e-1 … 1e-6, without thresholds; open set: 0.1,0.01",
         ),
     ] = None,
     rerank: Annotated[
@@ -292,8 +294,6 @@ def evaluate(
         pair_list = None if pairs is None else pair_lists.read(pairs, len(queries.embeddings))
         with protocol_bar("pairs" if pairs is None else "resamples", first(group)) as progress:
             results = runner.evaluate(queries, searched, settings, progress, pair_list, group, others, validation)
-        if open_set and first(group):
-            add_far_check(results, queries, embeddings, settings, dim, own)
         if report is not None and first(group):
             from nearkin.report import write_open_set
 

@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from nearkin.data import Reading
     from nearkin.data.vectors import Vectors
     from nearkin.dist.group import ProcessGroup
-    from nearkin.evaluation.protocols.runner import Settings
 
-__all__ = ["add_far_check", "cohort_of_run", "cut_offs", "is_encoder", "open_set_settings", "rates_of"]
+__all__ = ["cohort_of_run", "cut_offs", "is_encoder", "open_set_settings", "rates_of"]
 __all__ += ["size_in_bytes", "validation_of_run", "vectors_of_run"]
 
 PER_CLASS = 20  # items of a training class, whose mean is in the cohort
@@ -95,30 +94,6 @@ def cohort_of_run(
         if first(group):
             print_note(f"no cohort for AS-norm: {error}")
         return None
-
-
-def add_far_check(
-    results: dict[str, Any],
-    queries: "Vectors",
-    run: str | Path,
-    settings: "Settings",
-    dim: int | None,
-    reading: "Reading",
-) -> None:
-    """Whether `identify` keeps its FAR on these classes, in the results of open-set identification."""
-    from nearkin.gallery import far_check
-
-    with plain_bar("checking identify") as progress:
-        options: dict[str, Any] = {"examples": settings.examples, "seed": settings.seed, "progress": progress}
-        results["results"]["open_set"]["identify"] = far_check.of_vectors(
-            queries,
-            Path(run) if Path(run).is_dir() else None,
-            dim=dim,
-            device=settings.device,
-            budget=settings.budget,
-            reading=reading,
-            **options,
-        )
 
 
 def cut_offs(text: str, name: str = "ks", like: str = "1,2,4,8") -> tuple[int, ...]:

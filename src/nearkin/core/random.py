@@ -50,7 +50,6 @@ class Stream(IntEnum):
     OPEN_SET_CLASSES = 32
     OPEN_SET_ITEMS = 33
     OPEN_SET_COHORT = 34
-    OPEN_SET_CALIBRATION = 35
     # models
     LORA = 48
     PROJECTION = 49

@@ -6,6 +6,7 @@ from nearkin.evaluation.few_shot import omniglot_accuracy, one_shot
 from nearkin.evaluation.graded import graded
 from nearkin.evaluation.group_agreement import bcubed, bcubed_values, pairwise
 from nearkin.evaluation.grouping import Grouping, group, smoothed
+from nearkin.evaluation.open_set.identification import identification
 from nearkin.evaluation.open_set.open_set_metrics import open_set
 from nearkin.evaluation.plda import PLDA, fit_plda
 from nearkin.evaluation.retrieval.knn import Neighbours, nearest
@@ -41,6 +42,7 @@ __all__ = [
     "fit_plda",
     "graded",
     "group",
+    "identification",
     "nearest",
     "nearest_negatives",
     "omniglot_accuracy",

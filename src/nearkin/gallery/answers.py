@@ -6,13 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from nearkin.core import checks
-from nearkin.evaluation.recognition import NONE, NOTHING, RIGHT, Answers, Far, softmax
+from nearkin.evaluation.recognition import NONE, NOTHING, PRIOR, RIGHT, SURE, Answers, Far, softmax
 from nearkin.gallery.results import Calibrator, Hit
 
 __all__ = ["PRIOR", "SURE", "Asked", "Candidate", "FarStatement", "Identity", "by_pairs", "compose"]
 
-PRIOR = 0.3  # of the queries are of nobody in the gallery, unless the caller knows better
-SURE = 0.7  # probability from which on a label is named, or a query called unknown
 SAME = 1e-6  # probability that an enrolled item is another one
 
 

@@ -55,17 +55,17 @@ def check_classes(classes: Counts, bursts: Counts, examples: Sequence[int]) -> t
     return possible, notes
 
 
-def draw(classes: Counts, bursts: Counts, examples: int, repeat: int, seed: int, labels: int | None = None) -> Draw:
+def draw(classes: Counts, bursts: Counts, examples: int, repeat: int, seed: int) -> Draw:
     """Half of the enrollable classes, `examples` items each; all items of the others are searches without a mate.
 
     classes (N,): from 0. bursts (N,): items of one class and burst are not compared, so enrolled items are of different
     bursts, and a mated search is of another one. A function of its arguments alone: the order of classes and of items
-    is the same for all numbers of examples. labels: that are enrolled at most.
+    is the same for all numbers of examples.
     """
     number = int(classes.max()) + 1
     able = enrollable(classes, bursts, examples)
     order = random.shuffled(random.words(number, seed, random.Stream.OPEN_SET_CLASSES, repeat))
-    chosen = order[np.isin(order, able)][: min(len(able) // 2, labels or len(able))]
+    chosen = order[np.isin(order, able)][: len(able) // 2]
     line = np.full(number, -1, np.int64)
     line[chosen] = np.arange(len(chosen))
     items = random.shuffled(random.words(len(classes), seed, random.Stream.OPEN_SET_ITEMS, repeat))

@@ -1,6 +1,5 @@
 """Open-set identification of a labelled set: half of its classes enrolled, the others unknown."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +17,13 @@ from nearkin.evaluation.open_set.search_rates import Trials
 from nearkin.evaluation.retrieval.knn import BUDGET
 from nearkin.evaluation.statistics.cluster_bootstrap import too_few
 
-__all__ = ["COHORT", "EXAMPLES", "FPIRS", "NEAREST_COHORT", "Classes", "classes_of", "open_set", "searches"]
+__all__ = [
+    "COHORT", "EXAMPLES", "FPIRS", "NEAREST_COHORT", "Classes", "check_lists", "classes_of", "in_part", "open_set",
+    "searches",
+]  # fmt: skip
 
 EXAMPLES = (1, 2, 5)
-FPIRS = (0.1, 0.01, 0.001)
+FPIRS = (0.1, 0.05, 0.01, 0.001)
 COHORT = 2000  # templates at most; of more classes a random subset
 NEAREST_COHORT = 100  # that set the scale of AS-norm, or half of the cohort
 _REPEATS, _SEARCHES = 10, 200_000  # fewer halves for large sets, whose single half says enough
@@ -62,7 +64,8 @@ def open_set(
       FNIR(t)  share of searches with a mate that is not at rank 1 or scores below t (rank 1 of NIST's 1:N; a tie with
                another label is a miss),
       DIR      = 1 - FNIR,
-      AUROC    probability that a search with a mate scores higher than one without, whatever its best label.
+      AUROC    probability that a search with a mate scores higher than one without, whatever its best label,
+      OSCR     the same, of those at rank 1: the area under DIR over FPIR.
     FNIR and DIR are reported at the smallest threshold whose FPIR does not exceed each of `fpirs`. An FPIR below 3 /
     (searches without a mate in a draw) is None and listed in "not_measurable": so few searches cannot show it.
 
@@ -79,10 +82,14 @@ def open_set(
     Returns "classes", "repeats", "rank", "fpirs", "not_measurable", "notes" and "examples": for each number of examples
     {"examples", "labels", "mated", "nonmated", "smallest_fpir", "methods", "choices"}; methods by name, as "nearest" or
     "template+as-norm": {"fnir@fpir=0.1", "dir@fpir=0.1", "threshold@fpir=0.1", …, "identification" (rank 1 without a
-    threshold), "auroc", "intervals", "curve"}.
+    threshold), "auroc", "oscr", "intervals", "curve"}.
     """
     known = classes_of(embeddings, labels, groups)
-    _check(examples, fpirs, repeats, seed, scorings, normalizations, budget)
+    check_lists({"examples": examples, "fpirs": fpirs, "scorings": scorings}, repeats, seed, budget)
+    for scoring in scorings:
+        checks.one_of("scorings", scoring, SCORINGS)
+    for kind in normalizations:
+        checks.one_of("normalizations", kind, NORMALIZATIONS)
     possible, notes = draws.check_classes(known.classes, known.bursts, examples)
     templates, missing = _cohort(embeddings, labels, cohort, cohort_labels, normalizations, seed, budget)
     notes += missing
@@ -91,7 +98,7 @@ def open_set(
     entries = []
     for at, number in enumerate(possible):
         methods = _methods(number, scorings, normalizations, templates is not None, quality)
-        report = None if progress is None else _part(progress, at, len(possible))
+        report = None if progress is None else in_part(progress, at, len(possible))
         trials = searches(embeddings, known, number, methods, repeats, seed, templates, budget, report)
         enrolled = len(draws.enrollable(known.classes, known.bursts, number)) // 2
         entries.append(_entry(number, enrolled, trials, fpirs, repeats, seed, interval, notes))
@@ -135,15 +142,11 @@ def searches(
     cohort: Cohort | None = None,
     budget: int = BUDGET,
     progress: Progress | None = None,
-    labels: int | None = None,
 ) -> dict[str, Trials]:
-    """The searches of all draws together, by method; the same searches in the same order for each.
-
-    labels: that are enrolled at most, instead of half of the classes.
-    """
+    """The searches of all draws together, by method; the same searches in the same order for each."""
     parts: list[list[Trials]] = [[] for _ in methods]
     for repeat in range(repeats):
-        draw = draws.draw(known.classes, known.bursts, examples, repeat, seed, labels)
+        draw = draws.draw(known.classes, known.bursts, examples, repeat, seed)
         mated, classes = draw.mate >= 0, known.classes[draw.probes]
         draw = draw._replace(enrolled=known.rows[draw.enrolled], probes=known.rows[draw.probes])
         results = label_scores.search(embeddings, draw, methods, cohort, budget)
@@ -171,17 +174,11 @@ def _entry(
     one = next(iter(trials.values()))
     nonmated = int((~one.mated).sum()) // repeats
     smallest = search_rates.smallest_fpir(nonmated)
-    measurable = [f for f in fpirs if f >= smallest]
-    if len(measurable) < len(fpirs):
-        below = ", ".join(f"{f:g}" for f in fpirs if f < smallest)
-        most = math.ceil(-math.log(0.05) / min(fpirs))
-        notes.append(
-            f"FPIR {below} is not quoted: {nonmated:,} searches of unknown classes can show {smallest:.2g} at the "
-            f"least; {min(fpirs):g} needs {most:,}"
-        )
+    measurable, note = search_rates.quotable(fpirs, nonmated)
+    notes += [note] if note else []
     methods, resampled = {}, {}
     for name, part in trials.items():
-        methods[name], resampled[name] = _figures(part, fpirs, measurable, smallest, seed, interval)
+        methods[name], resampled[name] = search_rates.figures(part, fpirs, measurable, smallest, seed, interval)
     choices = [choose(trials, resampled, measurable, fpir, seed) for fpir in measurable] if interval else []
     return {
         "examples": examples,
@@ -192,28 +189,6 @@ def _entry(
         "methods": methods,
         "choices": choices,
     }
-
-
-def _figures(
-    trials: Trials, fpirs: Sequence[float], measurable: Sequence[float], smallest: float, seed: int, interval: bool
-) -> tuple[dict[str, Any], Any]:
-    figures: dict[str, Any] = {}
-    points = {f: search_rates.operating_point(trials, f) if f in measurable else None for f in fpirs}
-    for f, point in points.items():
-        figures[f"fnir@fpir={f:g}"] = None if point is None else point.fnir
-        figures[f"dir@fpir={f:g}"] = None if point is None else 1 - point.fnir
-        figures[f"threshold@fpir={f:g}"] = None if point is None else point.threshold
-    figures["identification"] = float(trials.first[trials.mated].mean())
-    figures["auroc"] = search_rates.auroc(trials)
-    fnirs = None
-    if interval:
-        spread = search_rates.intervals(trials, measurable, seed=seed)
-        fnirs, ends = spread.fnirs, {"auroc": spread.auroc}
-        for f, fnir, fpir in zip(measurable, spread.fnir, spread.fpir, strict=True):
-            ends |= {f"fnir@fpir={f:g}": fnir, f"dir@fpir={f:g}": (1 - fnir[1], 1 - fnir[0]), f"fpir@fpir={f:g}": fpir}
-        figures["intervals"] = ends
-    figures["curve"] = search_rates.curve(trials, smallest)
-    return figures, fnirs
 
 
 def _methods(
@@ -269,31 +244,21 @@ def _lengths_vary(embeddings: Tensor) -> bool:
     return bool(lengths.std() > _VARIES * lengths.mean())
 
 
-def _check(
-    examples: Sequence[int],
-    fpirs: Sequence[float],
-    repeats: int | None,
-    seed: int,
-    scorings: Sequence[str],
-    normalizations: Sequence[str],
-    budget: int,
-) -> None:
-    for name, values in (("examples", examples), ("fpirs", fpirs), ("scorings", scorings)):
-        if isinstance(values, str) or not len(values):
+def check_lists(lists: Mapping[str, Sequence[Any]], repeats: int | None, seed: int, budget: int) -> None:
+    """Checks options by name: numbers of examples, rates and whole numbers."""
+    for name, values in lists.items():
+        if isinstance(values, str) or not hasattr(values, "__len__") or not len(values):
             raise ValueError(f"{name} must be a list of at least one, got {values!r}")
-    for number in examples:
-        checks.integer("examples", number, 1)
-    for rate in fpirs:
-        checks.between("fpirs", rate, 0, 1)
+        for value in values:
+            if name == "examples":
+                checks.integer(name, value, 1)
+            elif name in ("fpirs", "fars"):
+                checks.between(name, value, 0, 1)
     checks.integer("repeats", 1 if repeats is None else repeats, 1)
     checks.integer("seed", seed, 0)
     checks.integer("budget", budget, 1)
-    for scoring in scorings:
-        checks.one_of("scorings", scoring, SCORINGS)
-    for kind in normalizations:
-        checks.one_of("normalizations", kind, NORMALIZATIONS)
 
 
-def _part(progress: Progress, at: int, parts: int) -> Progress:
+def in_part(progress: Progress, at: int, parts: int) -> Progress:
     """The progress of one of several numbers of examples, as a share of all."""
     return lambda done, total: progress(at * total + done, parts * total)

@@ -1,4 +1,4 @@
-"""FNIR at FPIR, DIR and AUROC of searches with and without a mate, with intervals over identities.
+"""FNIR at FPIR, DIR, AUROC and OSCR of searches with and without a mate, with intervals over identities.
 
 FPIR(t): the share of searches without a mate whose best label scores t or more. FNIR(t): the share of searches with a
 mate that is not at rank 1 or scores below t (NIST FRVT 1:N, at rank 1). DIR = 1 - FNIR.
@@ -16,7 +16,10 @@ from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.cluster_bootstrap import resamples
 from nearkin.evaluation.verification.roc import most_accepted
 
-__all__ = ["Point", "Trials", "auroc", "curve", "intervals", "operating_point", "smallest_fpir"]
+__all__ = [
+    "SAMPLES", "Point", "Trials", "auroc", "curve", "figures", "intervals", "operating_point", "oscr", "quotable",
+    "resampled_share", "smallest_fpir",
+]  # fmt: skip
 
 SAMPLES = 1000  # resamples of the classes
 LEVELS = 240  # thresholds at which resamples are counted
@@ -61,9 +64,20 @@ def operating_point(trials: Trials, fpir: float) -> Point:
 
 def auroc(trials: Trials) -> float:
     """The probability that a search with a mate scores higher than one without; ties count one half."""
-    known, unknown = trials.score[trials.mated], np.sort(trials.score[~trials.mated])
-    below, reached = (np.searchsorted(unknown, known, side=side) for side in ("left", "right"))
-    return float((below + reached).mean() / 2 / len(unknown))
+    return float(_unknown_below(trials, trials.mated).mean())
+
+
+def oscr(trials: Trials) -> float:
+    """The area under the share of searches with a mate that are at rank 1 and reach the threshold, over FPIR (Dhamija
+    et al. 2018, arXiv:1811.04110): as AUROC, but a search that is not at rank 1 counts 0."""
+    return float(_unknown_below(trials, trials.mated & trials.first).sum() / np.count_nonzero(trials.mated))
+
+
+def _unknown_below(trials: Trials, which: NDArray[np.bool_]) -> Floats:
+    """Per search, the share of searches without a mate that score lower; ties count one half."""
+    unknown = np.sort(trials.score[~trials.mated])
+    below, reached = (np.searchsorted(unknown, trials.score[which], side=side) for side in ("left", "right"))
+    return (below + reached) / 2 / len(unknown)
 
 
 def curve(trials: Trials, smallest: float) -> list[dict[str, float]]:
@@ -73,12 +87,50 @@ def curve(trials: Trials, smallest: float) -> list[dict[str, float]]:
     return [{"fpir": point.fpir, "fnir": point.fnir} for point in points.values() if point.fpir >= smallest]
 
 
+def quotable(fpirs: Sequence[float], nonmated: int) -> tuple[list[float], str]:
+    """The rates that so many searches without a mate can show, and a sentence where they cannot show some."""
+    smallest = smallest_fpir(nonmated)
+    shown = [f for f in fpirs if f >= smallest]
+    if len(shown) == len(fpirs):
+        return shown, ""
+    below = ", ".join(f"{f:g}" for f in fpirs if f < smallest)
+    return shown, (
+        f"FPIR {below} is not quoted: {nonmated:,} searches of unknown classes can show {smallest:.2g} at the "
+        f"least; {min(fpirs):g} needs {math.ceil(-math.log(0.05) / min(fpirs)):,}"
+    )
+
+
+def figures(
+    trials: Trials, fpirs: Sequence[float], quoted: Sequence[float], smallest: float, seed: int, interval: bool
+) -> tuple[dict[str, Any], Any]:
+    """What a result has of such searches, None at rates that are not `quoted`; and the `fnirs` of the resamples."""
+    result: dict[str, Any] = {}
+    points = {f: operating_point(trials, f) if f in quoted else None for f in fpirs}
+    for f, point in points.items():
+        result[f"fnir@fpir={f:g}"] = None if point is None else point.fnir
+        result[f"dir@fpir={f:g}"] = None if point is None else 1 - point.fnir
+        result[f"threshold@fpir={f:g}"] = None if point is None else point.threshold
+    result["identification"] = float(trials.first[trials.mated].mean())
+    result |= {"auroc": auroc(trials), "oscr": oscr(trials)}
+    fnirs = None
+    if interval:
+        spread = intervals(trials, quoted, seed=seed)
+        fnirs, ends = spread.fnirs, {"auroc": spread.auroc, "oscr": spread.oscr}
+        for f, fnir, fpir in zip(quoted, spread.fnir, spread.fpir, strict=True):
+            ends |= {f"fnir@fpir={f:g}": fnir, f"dir@fpir={f:g}": (1 - fnir[1], 1 - fnir[0]), f"fpir@fpir={f:g}": fpir}
+        result["intervals"] = ends
+    result["curve"] = curve(trials, smallest)
+    return result, fnirs
+
+
 class Intervals(NamedTuple):
-    """Ends of FNIR and of the FPIR itself at each rate asked for, and of AUROC; fnirs (S, rates): of the resamples."""
+    """Ends of FNIR and of the FPIR itself at each rate asked for, of AUROC and OSCR; fnirs (S, rates): of the
+    resamples."""
 
     fnir: list[Ends]
     fpir: list[Ends]
     auroc: Ends
+    oscr: Ends
     fnirs: Floats
 
 
@@ -92,20 +144,23 @@ def intervals(trials: Trials, fpirs: Sequence[float], *, seed: int, confidence: 
     table = _Table(trials)
     if min(table.identities) < binomial.MIN_CLASSES:
         none = [binomial.NONE] * len(fpirs)
-        return Intervals(none, none, binomial.NONE, np.full((1, len(fpirs)), math.nan))
-    fnirs, at, areas = table.resampled(trials, fpirs, seed)
+        return Intervals(none, none, binomial.NONE, binomial.NONE, np.full((1, len(fpirs)), math.nan))
+    fnirs, at, areas, named = table.resampled(trials, fpirs, seed)
     known, unknown = table.identities
     ends, own = [], []
     for column, fpir in enumerate(fpirs):
         point = operating_point(trials, fpir)
         enough = len(np.unique(trials.classes[~trials.mated & (trials.score >= point.threshold)])) >= IDENTITIES
-        ends.append(_share(point.fnir, fnirs[:, column], known) if enough else binomial.NONE)
-        own.append(_share(point.fpir, at[:, column], unknown))
+        ends.append(resampled_share(point.fnir, fnirs[:, column], known) if enough else binomial.NONE)
+        own.append(resampled_share(point.fpir, at[:, column], unknown))
     few = min(known, unknown)
-    return Intervals(ends, own, _share(auroc(trials), areas, few, _NEW_GALLERY + _FEW_LABELS / few), fnirs)
+    factor = _NEW_GALLERY + _FEW_LABELS / few
+    over_fpir = resampled_share(auroc(trials), areas, few, factor), resampled_share(oscr(trials), named, few, factor)
+    return Intervals(ends, own, *over_fpir, fnirs)
 
 
-def _share(value: float, drawn: Floats, classes: int, factor: float = _NEW_GALLERY) -> Ends:
+def resampled_share(value: float, drawn: Floats, classes: int, factor: float = _NEW_GALLERY) -> Ends:
+    """The interval of a share whose resamples over classes are `drawn`."""
     variance = factor * float(np.nanvar(drawn))
     return binomial.share(value, variance, freedom=classes - 1, classes=classes)
 
@@ -124,6 +179,8 @@ class _Table:
         )
         self.known_all = np.bincount(trials.classes[trials.mated], minlength=self.number).astype(np.float64)
         self.unknown_all = np.bincount(trials.classes[~trials.mated], minlength=self.number).astype(np.float64)
+        first = trials.classes[trials.mated & trials.first]
+        self.first_all = np.bincount(first, minlength=self.number).astype(np.float64)
         self.identities = int((self.known_all > 0).sum()), int((self.unknown_all > 0).sum())
 
     def _accepted(self, trials: Trials, mask: NDArray[np.bool_]) -> Floats:
@@ -133,8 +190,9 @@ class _Table:
         counts = np.bincount(place, minlength=self.number * width).reshape(self.number, width)
         return counts[:, :0:-1].cumsum(1)[:, ::-1].astype(np.float64)
 
-    def resampled(self, trials: Trials, fpirs: Sequence[float], seed: int) -> tuple[Floats, Floats, Floats]:
-        """(S, F) FNIR at each FPIR of the resample; (S, F) FPIR at the threshold of the sample itself; (S,) AUROC."""
+    def resampled(self, trials: Trials, fpirs: Sequence[float], seed: int) -> tuple[Floats, Floats, Floats, Floats]:
+        """(S, F) FNIR at each FPIR of the resample; (S, F) FPIR at the threshold of the sample itself; (S,) AUROC and
+        OSCR."""
         thresholds = np.array([operating_point(trials, f).threshold for f in fpirs], np.float64)
         fixed = np.minimum(np.searchsorted(self.levels, thresholds), len(self.levels) - 1)
         parts: list[tuple[Any, ...]] = []
@@ -143,12 +201,12 @@ class _Table:
             usable = (known > 0) & (unknown > 0)
             drawn, known, unknown = drawn[usable], known[usable, None], unknown[usable, None]
             fpir, found = drawn @ self.without / unknown, drawn @ self.known / known
-            right = drawn @ self.right / known
+            right, first = drawn @ self.right / known, (drawn @ self.first_all)[:, None] / known
             fnir = np.empty((len(drawn), len(fpirs)))
             for column, f in enumerate(fpirs):
                 at = (fpir <= f * (1 + 1e-9)).argmax(1)  # the first: levels rise
                 fnir[:, column] = 1 - right[np.arange(len(drawn)), at]
-            parts.append((fnir, fpir[:, fixed], _area(fpir, found)))
+            parts.append((fnir, fpir[:, fixed], _area(fpir, found, np.ones_like(first)), _area(fpir, right, first)))
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
 
     def _samples(self, seed: int) -> Iterator[Floats]:
@@ -158,8 +216,8 @@ class _Table:
                 yield part[at : at + step]
 
 
-def _area(fpir: Floats, found: Floats) -> Floats:
-    """Under detection over FPIR, by trapezoids between the levels, from the corner (0, 0) to (1, 1)."""
+def _area(fpir: Floats, found: Floats, last: Floats) -> Floats:
+    """Under detection over FPIR, by trapezoids between the levels, from the corner (0, 0) to (1, last)."""
     x = np.concatenate([np.ones((len(fpir), 1)), fpir, np.zeros((len(fpir), 1))], axis=1)
-    y = np.concatenate([np.ones((len(fpir), 1)), found, np.zeros((len(fpir), 1))], axis=1)
+    y = np.concatenate([last, found, np.zeros((len(fpir), 1))], axis=1)
     return np.asarray(((x[:, :-1] - x[:, 1:]) * (y[:, :-1] + y[:, 1:]) / 2).sum(1))

@@ -143,35 +143,51 @@ def _findings(diagnosis: Mapping[str, Any], names: list[str] | None) -> Iterator
 
 
 def _open_set(scores: Mapping[str, Any]) -> Iterator[Row]:
-    """Per number of examples the nearest item at each FPIR; then what `identify` states and what was observed."""
+    """Per number of examples the nearest item at each FPIR; then what `identify` answers. Beside a rate that is asked
+    of it stands the one that is expected."""
     for entry in scores["examples"]:
-        figures, number = entry["methods"]["nearest"], entry["examples"]
-        of = f"{number} example{'s' * (number > 1)}"
+        of = _examples(entry)
         yield Row("open-set", f"{of}: labels enrolled", f"{entry['labels']:,}", "")
-        for name in [*(f"fnir@fpir={fpir:g}" for fpir in scores["fpirs"]), "auroc"]:
-            ends = figures.get("intervals", {}).get(name) or (None, None)
-            inside = "–" if ends[0] is None else f"{_formatted('', name, ends[0])} – {_formatted('', name, ends[1])}"
-            yield Row("open-set", f"{of}: {name}", _formatted("", name, figures[name]), inside)
-    for rate in (scores.get("identify") or {}).get("rates", []):
-        if rate["verdict"] is not None:
-            low, high = rate["interval"]
-            inside = "–" if low is None else f"{100 * low:.2f} % – {100 * high:.2f} %"
-            where = f"identify, {rate['labels']} × {rate['examples']}, stated {100 * rate['stated']:.2g} %"
-            yield Row("open-set", where, f"{100 * rate['observed']:.2f} %", inside)
+        for name in [*(f"fnir@fpir={fpir:g}" for fpir in scores["fpirs"]), "auroc", "oscr"]:
+            yield _with_ends("open-set", f"{of}: {name}", entry["methods"]["nearest"], name)
+    for entry in scores["identify"]["examples"]:
+        of = _examples(entry)
+        quoted = [f"dir@fpir={fpir:g}" for fpir in scores["fpirs"] if entry[f"dir@fpir={fpir:g}"] is not None]
+        for name in ["gain", "oracle", *quoted, "oscr", "ece_unknown", "ece_named"]:
+            yield _with_ends("identify", f"{of}: {name}", entry, name)
+        for kind, verdict in (("known", "right"), ("known", "wrong"), ("strangers", "named")):
+            yield _with_ends("identify", f"{of}: {kind} {verdict}", entry[kind], verdict)
+        for rate in entry["far"]:
+            metric = f"{of}: far {rate['asked']:g} ({100 * rate['expected']:.2g} %)"
+            yield Row("identify", metric, _formatted("", "", rate["observed"]), _range(rate["interval"]))
+
+
+def _examples(entry: Mapping[str, Any]) -> str:
+    return f"{entry['examples']} example{'s' * (entry['examples'] > 1)}"
+
+
+def _with_ends(protocol: str, metric: str, figures: Mapping[str, Any], name: str) -> Row:
+    interval = "" if name == "oracle" else _range(figures["intervals"].get(name))
+    return Row(protocol, metric, _formatted("", name, figures[name]), interval)
+
+
+def _range(ends: list[float | None] | None) -> str:
+    """The ends of an interval of a share; a dash where there is none."""
+    low, high = ends or (None, None)
+    return "–" if low is None else f"{_formatted('', '', low)} – {_formatted('', '', high)}"
 
 
 def sentences(report: Mapping[str, Any]) -> list[str]:
-    """What is printed below the table: the best methods of open-set identification, and what identify keeps."""
+    """What is printed below the table: the best methods of open-set identification, and what identify answers."""
     scores = report["results"].get("open_set")
     if scores is None:
         return []
     lines = []
     for entry in scores["examples"]:
-        number = entry["examples"]
-        of = f"{number} example{'s' * (number > 1)} per label"
-        lines += [f"{of}: {choice['sentence']}" for choice in entry["choices"]]
-    checked = scores.get("identify")
-    return lines if checked is None else [*lines, checked["sentence"]]
+        lines += [f"{_examples(entry)} per label: {choice['sentence']}" for choice in entry["choices"]]
+    identified = scores["identify"]
+    lines += [f"{_examples(entry)} per label: {entry['sentence']}" for entry in identified["examples"]]
+    return [*lines, identified["sentence"]] if identified["examples"] else lines
 
 
 def _name(number: int, names: list[str] | None) -> str:

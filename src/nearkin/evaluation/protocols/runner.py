@@ -148,8 +148,10 @@ def _chosen(items: Vectors, gallery: Vectors | None, settings: Settings, pairs: 
     labelled, targeted = (all(getattr(x, field) is not None for x in sets) for field in ("labels", "targets"))
     default = ("verification",) if pairs is not None else ("retrieval",) * labelled + ("graded",) * targeted
     chosen = tuple(name for name in PROTOCOLS if name in (settings.protocols or default))
-    if "verification" not in chosen and (pairs is not None or settings.fars is not None):
-        raise ValueError(f"{'--pairs' if pairs is not None else '--far'} is for --verification, which is not asked for")
+    if "verification" not in chosen and pairs is not None:
+        raise ValueError("--pairs is for --verification, which is not asked for")
+    if settings.fars is not None and not {"verification", "open_set"} & set(chosen):
+        raise ValueError("--far is for --verification and --open-set, which are not asked for")
     if settings.rerank is not None:
         if "retrieval" not in chosen:
             raise ValueError("--rerank is for --retrieval, which is not asked for")

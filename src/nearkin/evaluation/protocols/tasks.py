@@ -16,7 +16,9 @@ from nearkin.evaluation.clustering import clustering
 from nearkin.evaluation.diagnosis import diagnose
 from nearkin.evaluation.few_shot import one_shot
 from nearkin.evaluation.graded import graded
-from nearkin.evaluation.open_set.open_set_metrics import EXAMPLES, FPIRS, open_set
+from nearkin.evaluation.open_set.identification import FARS as RATES
+from nearkin.evaluation.open_set.identification import identification
+from nearkin.evaluation.open_set.open_set_metrics import EXAMPLES, FPIRS, in_part, open_set
 from nearkin.evaluation.retrieval import rerank_choice, rerank_settings
 from nearkin.evaluation.retrieval.level_metrics import by_level
 from nearkin.evaluation.retrieval.retrieval_metrics import DEFAULT, retrieval
@@ -34,7 +36,8 @@ _UNCHOSEN = "there are no validation items to choose them on; --rerank-validatio
 
 @dataclass(frozen=True)
 class Settings:
-    """How to evaluate; None means the default of each protocol."""
+    """How to evaluate; None means the default of each protocol. fars: per pair in verification, per query in what
+    identify names of an open set."""
 
     protocols: tuple[str, ...] = ()
     ks: tuple[int, ...] | None = None
@@ -215,14 +218,19 @@ def _one_shot(task: Task) -> dict[str, Any]:
 
 
 def _open_set(task: Task) -> dict[str, Any]:
+    """The methods by cosine, and in "identify" what a gallery answers that has learned from its rows."""
     assert task.queries.labels is not None
-    settings, cohort = task.settings, task.cohort
+    settings, items, labels = task.settings, task.queries.embeddings, task.queries.labels
     options: dict[str, Any] = {"examples": settings.examples, "fpirs": settings.fpirs, "repeats": settings.repeats}
-    options |= {"seed": settings.seed, "budget": settings.budget, "progress": task.progress}
-    options["groups"] = task.queries.groups
-    if cohort is not None:
-        options |= {"cohort": cohort.embeddings, "cohort_labels": cohort.labels}
-    return open_set(task.queries.embeddings, task.queries.labels, **options)
+    options |= {"seed": settings.seed, "budget": settings.budget, "groups": task.queries.groups}
+    halves = [None if task.progress is None else in_part(task.progress, at, 2) for at in range(2)]
+    others: dict[str, Any] = {}
+    if task.cohort is not None:
+        others = {"cohort": task.cohort.embeddings, "cohort_labels": task.cohort.labels}
+    scores = open_set(items, labels, **options, **others, progress=halves[0])
+    scores["identify"] = identification(items, labels, **options, fars=settings.fars or RATES, progress=halves[1])
+    scores["notes"] += [note for note in scores["identify"].pop("notes") if note not in scores["notes"]]
+    return scores
 
 
 def _graded(task: Task) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Who is this, or nobody we know: learned from a gallery's own rows; `nearkin.gallery` keeps and asks it."""
 
-from nearkin.evaluation.recognition.events import NONE, OTHER, RIGHT, Far, softmax
+from nearkin.evaluation.recognition.events import NONE, OTHER, PRIOR, RIGHT, SURE, Far, softmax
 from nearkin.evaluation.recognition.label_model import NOTHING, LabelScores, LabelSums
 from nearkin.evaluation.recognition.recogniser import FEWEST, TOO_FEW, Answers, Recogniser, fit
 from nearkin.evaluation.recognition.simulation import ITEMS, NEAREST, Hits, Part, Queries
@@ -12,7 +12,9 @@ __all__ = [
     "NONE",
     "NOTHING",
     "OTHER",
+    "PRIOR",
     "RIGHT",
+    "SURE",
     "TOO_FEW",
     "Answers",
     "Far",

@@ -11,10 +11,15 @@ import numpy as np
 from nearkin.evaluation.arrays import Counts, Floats
 from nearkin.evaluation.verification.class_rates import gamma_quantile
 
-__all__ = ["DEFAULT", "EVENTS", "FEATURES", "NONE", "OTHER", "RIGHT", "Far", "far_curve", "features", "fit_events"]
+__all__ = [
+    "DEFAULT", "EVENTS", "FEATURES", "NONE", "OTHER", "PRIOR", "RIGHT", "SURE", "Far", "far_curve", "features",
+    "fit_events",
+]  # fmt: skip
 
 EVENTS = RIGHT, OTHER, NONE = range(3)
 FEATURES = ("log ratio", "its margin", "cosine", "ratio of distances")
+PRIOR = 0.3  # of the queries are of nobody in the gallery, unless the caller knows better
+SURE = 0.7  # probability from which on a label is named, or a query called unknown
 RIDGE = 5.0  # of the weights towards the defaults; questions weigh 1 in the mean
 FREE = 1e-2  # of the constants without defaults
 FARTHEST = 8.0  # standard deviations of strangers beyond which a feature says no more

@@ -21,7 +21,7 @@ from nearkin.evaluation.recognition.simulation import (
     only_these,
 )
 
-__all__ = ["FEWEST", "TOO_FEW", "Answers", "Recogniser", "fit"]
+__all__ = ["FEWEST", "TOO_FEW", "Answers", "Recogniser", "fit", "relative"]
 
 FEWEST = 3  # labels
 TOO_FEW = f"at least {FEWEST} labels are needed to tell a known item from an unknown one"
@@ -64,7 +64,7 @@ class Recogniser(NamedTuple):
         if only_near:
             values = only_these(values, hits.codes)
         best, first, second = best_labels(values)
-        x = _relative(events.features(first, second, *hits.labels(best)), self.strangers)
+        x = relative(events.features(first, second, *hits.labels(best)), self.strangers)
         logits = x @ self.weights
         shares = events.softmax(logits + np.log([1 - prior, 1 - prior, prior]))
         return Answers(best, shares, logits[:, RIGHT] - logits[:, NONE], values)
@@ -81,7 +81,7 @@ def fit(
     stranger = asked.event == NONE
     of_strangers = asked.features[stranger]
     strangers = np.stack([of_strangers.mean(0), of_strangers.std(0) + 1e-6])
-    x = _relative(asked.features, strangers)
+    x = relative(asked.features, strangers)
     weights = _fitted(x, asked, np.ones(len(x), bool))
     score = np.empty(len(x))
     folds = folds_of(int(asked.classes.max()) + 1, int(counts.sum()), seed)
@@ -110,6 +110,7 @@ def _fitted(x: Floats, asked: Questions, which: Counts) -> Floats:
     return events.fit_events(x[which], event, weight * len(event) / 2, events.DEFAULT)
 
 
-def _relative(features: Floats, strangers: Floats) -> Floats:
+def relative(features: Floats, strangers: Floats) -> Floats:
+    """(n, 1 + F): a constant, and each feature in standard deviations of those of strangers (2, F)."""
     x = np.clip((features - strangers[0]) / strangers[1], -FARTHEST, FARTHEST)
     return np.asarray(np.c_[np.ones(len(x)), x])
