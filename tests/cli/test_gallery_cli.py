@@ -20,6 +20,7 @@ from nearkin import models
 
 QUICK = ["training.epochs=2", "training.batches=3", "encoder.width=4", "encoder.dim=8", "sampler.batch=8"]
 QUICK += ["sampler.per_class=2", "data.size=16", "data.stored=16", "training.workers=0", "evaluation.interval=false"]
+QUICK += ["data.closed=false"]  # thresholds are for classes that the encoder has not learned from
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from nearkin import compare, models, report
+import commands
+from nearkin import compare, models, report, training
 from nearkin.cli import app
 from nearkin.compare import final_evaluation, loss_search, plan, significance, trial
 from nearkin.compare.executor import ProcessPool, Schedule, _WorkerArguments, make_executor
 from nearkin.compare.plan import Plan
-from nearkin.compare.protocol import Job, comparable, make_folds, open_setup
+from nearkin.compare.protocol import Job, comparable, make_folds, make_item_folds, open_setup
 from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
 from nearkin.data.item_set import Items
@@ -132,6 +133,47 @@ def test_folds_keep_groups_whole():
     with pytest.raises(ValueError, match=r"its groups connect its classes.*data\.group_scope=class"):
         make_folds(cameras, np.arange(36), 3, 0)
     assert len(make_folds(cameras, np.arange(36), 3, 0, "class")) == 3
+
+
+@pytest.mark.parametrize("groups", [None, "pairs", "writers"])
+def test_items_of_every_class_validate_once_with_their_groups_whole(groups):
+    one = items(5, each=12)
+    names = {"pairs": [str(i // 2) for i in range(60)], "writers": [str(i % 12) for i in range(60)]}
+    one = replace(one, groups=names.get(groups))
+    parts = make_item_folds(one, np.arange(60), 3, 0)
+    assert sorted(i for part in parts for i in part.val) == list(range(60))
+    for part in parts:
+        assert sorted([*part.train, *part.val]) == list(range(60)) and set(one.labels[part.val]) == set(range(5))
+        if groups:
+            apart = [{one.groups[i] for i in of} for of in (part.train, part.val)]
+            assert not apart[0] & apart[1]
+    with pytest.raises(ValueError, match=r"7 folds of the (items|groups) of every class need .*--open, whose folds"):
+        make_item_folds(one, np.arange(60), 7, 0)
+
+
+def test_few_classes_are_compared_by_new_items_of_each(tmp_path):
+    """As a training holds them out; the batch is filled alike, and up to the smallest class of every fold."""
+    commands.noisy_vectors(tmp_path / "v.npz", 6, per_class=20)
+    sets = [f"data.source={json.dumps(str(tmp_path / 'v.npz'))}", "encoder.dim=4", "encoder.hidden=[8]"]
+    options = {"steps": 4, "trials": 1, "folds": 2, "seeds": 1, "jobs": 1}
+    events = []
+    base = read_recipe(None, sets)
+    results = compare.compare(base, LOSSES_HERE, tmp_path / "c", callback=events.append, **options).results
+    assert results["protocol"]["test"] == {"items": 30, "classes": 6, "known": True} and results["protocol"]["closed"]
+    validated = [fold["validation"] for fold in results["protocol"]["fold_sizes"]]
+    assert validated == [{"items": 48, "classes": 6}, {"items": 42, "classes": 6}]
+    [planned] = [event for event in events if event["event"] == "planned"]
+    assert planned["sampler"]["per_class"] == 7 and planned["sampler"]["batch"] == 42, "15 - 8 items in one fold"
+    assert any("6 classes are too few to hold some of them out" in note for note in results["notes"])
+    assert "on new items of 6 known classes" in results["recommendation"]["sentences"][0]
+    report.write_comparison(tmp_path / "page.html", results)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "6 known classes" in page and "validation items" in page and "unseen" not in page
+    tested = training.prepare.prepare(base).parts.test
+    assert len(tested) == 30, "the same items as those of a training"
+    opened = compare.compare(read_recipe(None, [*sets, "data.closed=false"]), LOSSES_HERE, tmp_path / "o", **options)
+    assert opened.results["protocol"]["test"] == {"items": 40, "classes": 2, "known": False}
+    assert "2 unseen classes" in opened.results["recommendation"]["sentences"][0]
 
 
 def test_models_are_tested_without_pairs_of_one_group(tmp_path):
@@ -428,7 +470,7 @@ def test_a_comparison_says_everything(finished):
     best = results["recommendation"]["loss"]
     assert [p.name for p in (comparison.folder / "models").iterdir()] == [best]
     assert len(digests(comparison.folder / "models")) == 4
-    assert results["protocol"]["test"] == {"items": 64, "classes": 8}
+    assert results["protocol"]["test"] == {"items": 64, "classes": 8, "known": False}
     trained = [event for event in events if event["event"] == "trained"]
     assert len(trained) == trained[-1]["total"] == 2 * plan.training_count(TINY)
     names = [event["event"] for event in events]
@@ -579,7 +621,10 @@ def test_trainings_that_break_off_count_as_what_they_had_learned(source, tmp_pat
     cautions = results["recommendation"]["cautions"]
     assert sum("failed" in line for line in cautions) == 2
     assert any("No loss beats the untrained encoder" in line for line in cautions)
+    assert any("so no command is suggested. What may help: more --steps; more classes" in line for line in cautions)
+    assert results["recommendation"]["train"] is None
     report.write_comparison(tmp_path / "page.html", results)
+    assert "Train with it" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 # Numbers that say how sure they are

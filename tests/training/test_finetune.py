@@ -80,7 +80,7 @@ def test_the_rule_as_documented(classes, images, train):
 
 
 def test_a_run_says_what_it_trains_and_why(recipe, tmp_path):
-    outcome = training.train(recipe("training.epochs=1"), tmp_path / "run")
+    outcome = training.train(recipe("training.epochs=1", "data.closed=false"), tmp_path / "run")
     choice = finetune.what_to_train(6, 6.0)
     sentence = f"trains {finetune.WORDS[choice.train]}: {choice.why} (finetune.train chooses otherwise)"
     assert outcome.notes.count(sentence) == 1 and outcome.recipe.finetune.train == choice.train

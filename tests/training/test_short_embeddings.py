@@ -111,7 +111,7 @@ def test_the_loss_of_a_recipe():
 
 def test_a_run_with_a_memory_a_chunk_and_items_learns(there, tmp_path):
     settings = {**SMALL, "loss.name": "margin", "loss.num_items": "all", "loss.matryoshka": [4]}
-    settings |= {"memory.size": 32, "training.chunk": 5}
+    settings |= {"memory.size": 32, "training.chunk": 5, "training.keep_start": False}
     outcome = training.train("vectors.npz", tmp_path / "run", settings=settings, report=False)
     assert set(outcome.results["lengths"]) == {"8", "4"}
 

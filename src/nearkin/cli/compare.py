@@ -11,7 +11,7 @@ import typer
 
 from nearkin.cli import options
 from nearkin.cli.ranks import refuse_torchrun
-from nearkin.cli.screen import app, echo, metric_cell, one_sentence, print_json, progress_bars, shown
+from nearkin.cli.screen import app, batches, echo, metric_cell, one_sentence, print_json, progress_bars, shown
 from nearkin.core.text import visible
 
 
@@ -62,6 +62,7 @@ def compare(
     group_column: options.GroupColumnOption = None,
     skip_single: options.SkipSingleFlag = False,
     skip_unreadable: options.SkipUnreadableFlag = False,
+    closed: options.ClosedOption = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -73,7 +74,7 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder.")] = False,
     json: options.JsonResultsFlag = False,
 ) -> None:
-    """Compare losses fairly: same encoder, batches and steps; settings searched per loss; test classes used once.
+    """Compare losses fairly: same encoder, batches and steps; settings searched per loss; test items used once.
 
     If it is killed or interrupted, the same command resumes.
 
@@ -93,6 +94,8 @@ def compare(
         "partial": partial or None,
         "skip-single": skip_single or None,
         "skip-unreadable": skip_unreadable or None,
+        "closed": closed or None,
+        "open": True if closed is False else None,
     }
     settings = {
         "data.source": source,
@@ -104,6 +107,7 @@ def compare(
         "data.skip_single": skip_single or None,
         "data.unreadable": "skip" if skip_unreadable else None,
         "data.partial": partial or None,
+        "data.closed": closed,
         "encoder.name": encoder,
         "sampler.batch": batch,
         "optimizer.lr": lr,
@@ -189,7 +193,7 @@ class ComparisonCallback:
         text = (
             f"{len(event['losses'])} losses: {plan.trials} settings each on {plan.folds} folds, then {seeds} per fold; "
         )
-        text += f"{plan.steps} steps per training, {event['jobs']} at a time"
+        text += f"{plan.steps} steps per training, {event['jobs']} at a time; {batches(event['sampler'])}"
         self._print(text)
         self._print(f"to reproduce: {event['command']}")
         for note in event["notes"]:
@@ -257,4 +261,5 @@ def _print(results: dict[str, Any]) -> None:
     recommendation = results["recommendation"]
     for sentence in (*recommendation["sentences"], *recommendation["cautions"]):
         console.print(visible(sentence), markup=False, highlight=False)
-    console.print(visible(recommendation["train"], lines=True), markup=False, highlight=False, soft_wrap=True)
+    if recommendation["train"] is not None:
+        console.print(visible(recommendation["train"], lines=True), markup=False, highlight=False, soft_wrap=True)

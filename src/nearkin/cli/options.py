@@ -21,7 +21,7 @@ __all__ = [
     "JsonResultsFlag",
 ]
 __all__ += ["StoredOption"]
-__all__ += ["GroupColumnOption", "GroupPatternOption"]
+__all__ += ["ClosedOption", "GroupColumnOption", "GroupPatternOption"]
 __all__ += [
     "LevelsOption",
     "NamesFlag",
@@ -66,6 +66,14 @@ BatchOption = Annotated[int | None, typer.Option(help="Items per batch.", show_d
 DeviceOption = Annotated[Device, typer.Option(help="auto takes cuda if available; mps: an Apple GPU.")]
 OpenDeviceOption = Annotated[Device | None, typer.Option(help="auto takes cuda if available; mps: an Apple GPU.")]
 PartialFlag = Annotated[bool, typer.Option("--partial", help="Accept an incomplete benchmark data set.")]
+ClosedOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--closed/--open",
+        help="Hold out items of every class, or whole classes.",
+        show_default="--closed below 20 classes",
+    ),
+]
 GroupPatternOption = Annotated[
     str | None,
     typer.Option(

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "EnrolmentBar",
     "app",
     "bar_columns",
+    "batches",
     "echo",
     "main",
     "metric_cell",
@@ -234,7 +235,7 @@ class ProgressCallback:
             self._print(f"{recipe.encoder['name']}, pretraining only, {recipe.training.precision}")
             return
         self._print(
-            f"{recipe.encoder['name']}, {recipe.loss['name']}, {recipe.sampler['name']} × {recipe.sampler['batch']}, "
+            f"{recipe.encoder['name']}, {recipe.loss['name']}, {batches(recipe.sampler)}, "
             f"{_count(self.epochs, 'epoch', 's')} of {_count(self.batches, 'batch', 'es')}, {recipe.training.precision}"
         )
 
@@ -400,6 +401,12 @@ def print_table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], empty: 
 
 def _count(number: int, noun: str, ending: str) -> str:
     return f"{number} {noun}{'' if number == 1 else ending}"
+
+
+def batches(sampler: Mapping[str, Any]) -> str:
+    """class-balanced × 140 (14 items of each of 10 classes)."""
+    text, each = f"{sampler['name']} × {sampler['batch']}", sampler.get("per_class")
+    return text if each is None else f"{text} ({each} items of each of {sampler['batch'] // each} classes)"
 
 
 def metric_cell(metric: str, figure: dict[str, float | None]) -> str:

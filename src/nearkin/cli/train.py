@@ -81,7 +81,7 @@ def train(
         bool,
         typer.Option("--drop-near", help="Drop training and validation pictures that are nearly in a later part."),
     ] = False,
-    closed: Annotated[bool, typer.Option("--closed", help="Hold out items of every class instead of classes.")] = False,
+    closed: options.ClosedOption = None,
     log: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +98,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder of the run.")] = False,
     json: options.JsonResultsFlag = False,
 ) -> None:
-    """Train an encoder, test it on unseen classes, and write a report.
+    """Train an encoder, test it on unseen classes or items, and write a report.
 
     Examples:
 
@@ -125,7 +125,7 @@ def train(
         "data.group_column": group_column,
         "data.skip_single": skip_single or None,
         "data.unreadable": "skip" if skip_unreadable else None,
-        "data.closed": closed or None,
+        "data.closed": closed,
         "data.partial": partial or None,
         "data.cache": False if no_cache else None,
         "data.levels": options.names(levels),

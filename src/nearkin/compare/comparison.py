@@ -62,7 +62,7 @@ def compare(
     _check(numbers, jobs)
     folder = _check_folder(out)
     setup = open_setup(recipe, callback)
-    default = _default_plan(setup, numbers)  # too few classes are refused before the folder is made
+    default = _default_plan(setup, numbers)  # what cannot be divided is refused before the folder is made
     with _open_study(folder) as study:
         request = Request(requested_settings(recipe, losses), setup.fingerprint)
         plan = load_plan(study, request, numbers)
@@ -75,9 +75,8 @@ def compare(
                 save_plan(study, request, plan)
             command = plans.command(recipe.data.source, losses, plan, flags or {})
             notes = [*setup.notes, *_batches_note(losses)]
-            callback(
-                {"event": "planned", "plan": plan, "command": command, "losses": losses, "jobs": count, "notes": notes}
-            )
+            planned = {"event": "planned", "plan": plan, "command": command, "losses": losses, "jobs": count}
+            callback(planned | {"notes": notes, "sampler": setup.folds(plan.folds).recipe.sampler})
             schedule = Schedule(
                 _searches(setup, losses, plan), study, plans.training_count(plan) * len(losses), callback
             )
@@ -128,11 +127,10 @@ def _open_study(folder: Path) -> Iterator[Study]:
 
 def _default_plan(setup: Setup, numbers: dict[str, int | None]) -> Plan:
     """The plan without a budget."""
-    most = max(2, min(plans.FOLDS, setup.class_count() // 2))
     defaults = {
         "steps": setup.default_steps_and_lr()[0],
         "trials": plans.TRIALS,
-        "folds": most,
+        "folds": setup.most_folds(plans.FOLDS),
         "seeds": plans.SEEDS,
         "seed": 0,
     }

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from nearkin.core import checks
 from nearkin.data import groups
 from nearkin.data.item_set import Items
-from nearkin.data.splits import LEAST, Parts
+from nearkin.data.splits import LEAST, Parts, class_units, units
 from nearkin.training import exclusions
 from nearkin.training.build import new_encoder
-from nearkin.training.config.defaults import settle, settle_source, split_items
+from nearkin.training.config.defaults import settle, settle_closed, settle_source, split_items
 from nearkin.training.config.recipe import Recipe, no_effect
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.prepare import Prepared, check_recipe, fingerprint, item_rows, load_items
@@ -33,6 +33,7 @@ __all__ = [
     "check_comparable",
     "comparable",
     "make_folds",
+    "make_item_folds",
     "open_setup",
 ]
 
@@ -52,13 +53,13 @@ _FIXED_KEYS = {
     "training.save_minutes": "a training is saved when it ends",
     "schedule.frozen_epochs": "a comparison counts steps, not epochs",
     "compatible.run": "it compares losses, each as it is",
-    "data.val": "--folds divides the training classes",
-    "data.closed": "a comparison tests on unseen classes",
+    "data.val": "--folds divides the training part",
     "data.levels": "the table has MAP@R, R-precision and R@1 of the finest classes",
     "data.near": "nearkin train lists near-duplicates, whose table data.without takes",
     "levels.weights": "every loss learns the finest classes",
     "memory.size": "not every loss can use a memory",
     "memory.warmup": "not every loss can use a memory",
+    "training.keep_start": "the table compares the weights that each loss has trained",
     "finetune.interpolate": "the table compares the weights that each loss has trained",
     "evaluation.ks": "the table has MAP@R, R-precision and R@1",
     "evaluation.interval": "the table always has intervals",
@@ -113,18 +114,22 @@ class Setup:
     usable: NDArray[np.int64]
     fingerprint: str
     split: str
-    test_size: dict[str, int]
+    test_size: dict[str, int]  # "items", "classes"; "known": whether these are trained on
     notes: list[str]
     requested: Recipe
     _folds: dict[int, Folds] = field(default_factory=dict)
 
     def folds(self, count: int) -> Folds:
-        """The classes in `count` folds; the batch is settled for the fold with the fewest training classes."""
+        """The classes in `count` folds, or the items of each; a batch that every fold can fill."""
         if count not in self._folds:
             options, labels = self.recipe.data, self.labels
-            parts = make_folds(self.items, self.usable, count, options.seed, options.group_scope or "set")
+            divided = make_item_folds if options.closed else make_folds
+            parts = divided(self.items, self.usable, count, options.seed, options.group_scope or "set")
             smallest = min(parts, key=lambda fold: len(np.unique(labels[fold.train])))
             settled = self._settled(smallest)
+            if "per_class" in settled.sampler and not {"batch", "per_class"} & self.recipe.sampler.keys():
+                least = min(self._settled(fold).sampler["per_class"] for fold in parts)
+                settled = self._settled(smallest, per_class=least)
             recipe = self.recipe.with_("sampler", **settled.sampler)
             if settled.finetune.train is not None:  # all folds train the same part of the encoder
                 recipe = recipe.with_("finetune", train=settled.finetune.train)
@@ -136,9 +141,13 @@ class Setup:
         assert self.items.labels is not None
         return self.items.labels
 
-    def class_count(self) -> int:
-        """Classes that can be divided into folds."""
-        return len(np.unique(self.labels[self.usable]))
+    def most_folds(self, wanted: int) -> int:
+        """The number of folds that the classes, or the items of most of them, allow: from 2 to `wanted`."""
+        divided = len(np.unique(self.labels[self.usable]))
+        if self.recipe.data.closed:
+            scope = self.recipe.data.group_scope or "set"
+            divided = int(np.median([len(one) for one in _dealt(self.items, self.usable, 0, scope)]))
+        return max(2, min(wanted, divided // LEAST))
 
     def default_steps_and_lr(self) -> tuple[int, float]:
         """Steps and learning rate of a training on these items, by default or as the user set them."""
@@ -162,13 +171,13 @@ class Setup:
         parts = self.folds(job.folds).parts[job.fold]
         return Prepared(self.recipe_for(job), self.items, parts, self.rows, {}, self.fingerprint, [])
 
-    def _settled(self, parts: Parts) -> Recipe:
-        recipe = self.recipe.with_("sampler", **{"name": SAMPLER, **self.recipe.sampler})
+    def _settled(self, parts: Parts, **sampler: Any) -> Recipe:
+        recipe = self.recipe.with_("sampler", **{"name": SAMPLER, **self.recipe.sampler, **sampler})
         return settle(recipe.with_("loss", name="contrastive"), self.items, parts, split=False)
 
     def open_test_set(self) -> TestSet:
         """Reads the test items. Nothing is chosen after this."""
-        items, parts = _load(self.requested)
+        _, items, parts, _ = _load(self.requested)
         gallery = parts.gallery
         indices = np.union1d(parts.test, np.empty(0, np.int64) if gallery is None else gallery)
         test_items = items.take(indices)
@@ -190,9 +199,10 @@ def open_setup(recipe: Recipe, callback: Any = lambda _: None) -> Setup:
     check_comparable(recipe)
     check_recipe(recipe)
     callback({"event": "loading", "source": recipe.data.source})
-    items, parts = _load(recipe)
+    closed, items, parts, split_notes = _load(recipe)
     training_items = items.take(np.union1d(parts.train, parts.val))
-    completed, notes = settle_source(recipe, training_items)
+    completed, notes = settle_source(closed, training_items)
+    notes = [*split_notes, *notes]
     if training_items.pictures is not None:
         every = np.arange(len(training_items))  # errors of the encoder are raised before anything is decoded
         default = completed.with_("sampler", **{"name": SAMPLER, **completed.sampler}).with_("loss", name="contrastive")
@@ -200,7 +210,8 @@ def open_setup(recipe: Recipe, callback: Any = lambda _: None) -> Setup:
     rows, digests, bad = item_rows(training_items, completed, callback)
     readable = np.setdiff1d(np.arange(len(training_items)), [i for i, _ in bad])
     assert items.labels is not None
-    test_size = {"items": len(parts.test), "classes": len(np.unique(items.labels[parts.test]))}
+    trained, tested = (np.unique(items.labels[of]) for of in (np.union1d(parts.train, parts.val), parts.test))
+    test_size = {"items": len(parts.test), "classes": len(tested), "known": bool(np.isin(tested, trained).all())}
     digest = fingerprint(training_items, Parts(readable, readable[:0], readable[:0]), digests)
     if bad:
         notes = [*notes, f"{len(bad)} training items cannot be read, the first {training_items.names[bad[0][0]]}"]
@@ -214,9 +225,7 @@ def make_folds(items: Items, of: NDArray[np.int64], count: int, seed: int, scope
     Classes are ordered by a hash of (seed, name): their order in the source does not matter, and one class more changes
     little. Every class validates in exactly one fold (Musgrave et al. 2020, section 3.2).
     """
-    checks.integer("folds", count, 2)
-    if count > MAX_FOLDS:
-        raise ValueError(f"folds must be at most {MAX_FOLDS}, got {count}")
+    _check_count(count)
     assert items.labels is not None
     labels = items.labels[of]
     blocks = groups.class_blocks(items, of, scope)  # classes that share a group are in one fold
@@ -242,6 +251,39 @@ def make_folds(items: Items, of: NDArray[np.int64], count: int, seed: int, scope
         note = f"fold {fold + 1} of {count}"
         parts.append(Parts(np.sort(of[~validation]), np.sort(of[validation]), np.empty(0, np.int64), note=note))
     return parts
+
+
+def make_item_folds(items: Items, of: NDArray[np.int64], count: int, seed: int, scope: str = "set") -> list[Parts]:
+    """As `make_folds`, of the items of every class, their groups whole; a class with too few of them only trains."""
+    _check_count(count)
+    dealt = _dealt(items, of, seed, scope)
+    enough = [units for units in dealt if len(units) >= LEAST * count]
+    if len(enough) < min(LEAST, len(dealt)):
+        what = "items" if items.groups is None else "groups"
+        raise ValueError(
+            f"{items.name}: {count} folds of the {what} of every class need at least {LEAST} classes of "
+            f"{LEAST * count} {what} or more, got {len(enough)}; use fewer --folds, "
+            "or --open, whose folds divide the classes"
+        )
+    parts = []
+    for fold in range(count):
+        validation = np.sort([i for units in enough for unit in units[fold::count] for i in unit])
+        train, note = np.setdiff1d(of, validation), f"fold {fold + 1} of {count}"
+        parts.append(Parts(train, validation, np.empty(0, np.int64), note=note))
+    return parts
+
+
+def _check_count(count: int) -> None:
+    checks.integer("folds", count, 2)
+    if count > MAX_FOLDS:
+        raise ValueError(f"folds must be at most {MAX_FOLDS}, got {count}")
+
+
+def _dealt(items: Items, of: NDArray[np.int64], seed: int, scope: str) -> list[list[list[int]]]:
+    """What is dealt to the folds: the items or groups of each class; all groups at once where one spans classes."""
+    if scope == "set" and groups.spanning(items, of) is not None:
+        return [units(items, of, seed)]
+    return [ordered for _, ordered in class_units(items, of, seed)]
 
 
 def _hash(seed: int, name: str) -> bytes:
@@ -286,7 +328,8 @@ def comparable(names: str) -> list[str]:
     return chosen
 
 
-def _load(recipe: Recipe) -> tuple[Items, Parts]:
+def _load(recipe: Recipe) -> tuple[Recipe, Items, Parts, list[str]]:
+    """The recipe with its kind of split, the items and their parts, and notes on the split."""
     options = recipe.data
     root = None if options.root is None else Path(options.root)
     items = load_items(recipe, root)
@@ -294,7 +337,8 @@ def _load(recipe: Recipe) -> tuple[Items, Parts]:
         raise ValueError(f"{items.name}: a comparison needs classes, the source has continuous targets only")
     if options.group_scope is not None and items.groups is None:
         no_effect("data.group_scope", f"{items.name} has no groups")
-    return items, exclusions.listed(recipe, items, split_items(items, recipe, []))
+    recipe, notes = settle_closed(recipe, items)
+    return recipe, items, exclusions.listed(recipe, items, split_items(items, recipe, [])), notes
 
 
 def _without_single_items(items: Items, of: NDArray[np.int64]) -> NDArray[np.int64]:

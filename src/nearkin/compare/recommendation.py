@@ -14,7 +14,8 @@ _FEW_CLASSES = 20
 
 
 def recommend(results: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """{"loss", "sentences": reasons, "cautions": what the table cannot tell, "train": the next command}.
+    """{"loss", "sentences": reasons, "cautions": what the table cannot tell, "train": the next command, or None where
+    no loss is better than what is to be had without training}.
 
     flags: of that command, besides the loss and its setting.
     """
@@ -29,17 +30,18 @@ def recommend(results: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str,
         "tied": tied,
         "sentences": reasons,
         "cautions": _cautions(results, best, tied),
-        "train": _command(results, best, flags),
+        "train": None if _unbeaten(results, best) else _command(results, best, flags),
     }
 
 
 def _first(results: Mapping[str, Any], best: Mapping[str, Any]) -> str:
     figure, test = best["separated"][MAIN], results["protocol"]["test"]
+    tested = f"new items of {test['classes']:,} known" if test.get("known") else f"{test['classes']:,} unseen"
     inside = "" if figure["low"] is None else f" (95 % interval {_points(figure['low'])} to {_points(figure['high'])})"
     untrained = next(row for row in results["references"] if row["loss"] == "untrained")["separated"][MAIN]["value"]
     return (
-        f"{best['loss']} is the best of {_count(len(results['table']), 'loss', 'losses')} on {test['classes']:,} "
-        f"unseen classes: MAP@R {_points(figure['value'])} %{inside}; the untrained encoder has {_points(untrained)} %."
+        f"{best['loss']} is the best of {_count(len(results['table']), 'loss', 'losses')} on {tested} "
+        f"classes: MAP@R {_points(figure['value'])} %{inside}; the untrained encoder has {_points(untrained)} %."
     )
 
 
@@ -96,11 +98,7 @@ def _cautions(results: Mapping[str, Any], best: Mapping[str, Any], tied: list[st
             f"{_listed(rising)} {verb} still improving at step {plan['steps']:,}: with more --steps the order may "
             f"change."
         )
-    for row in results["references"]:
-        figure = (row.get("separated") or row["concatenated"])[MAIN]
-        if figure["value"] >= best["separated"][MAIN]["value"]:
-            name = "the untrained encoder" if row["loss"] == "untrained" else plan["baseline"]
-            cautions.append(f"No loss beats {name} ({_points(figure['value'])} %): train longer before choosing one.")
+    cautions += _without_gain(results, best)
     classes = plan["test"]["classes"]
     if classes < binomial.MIN_CLASSES:
         cautions.append(f"{cluster_bootstrap.too_few(classes).capitalize()}.")
@@ -121,6 +119,30 @@ def _cautions(results: Mapping[str, Any], best: Mapping[str, Any], tied: list[st
     if tied and len(tied) + 1 == len(results["table"]):
         cautions.append("No loss is shown to be worse than the best: more classes or more --seeds would help.")
     return cautions
+
+
+def _unbeaten(results: Mapping[str, Any], best: Mapping[str, Any]) -> list[str]:
+    """What no loss beats, with its figure: the untrained encoder, the baseline."""
+    unbeaten = []
+    for row in results["references"]:
+        value = (row.get("separated") or row["concatenated"])[MAIN]["value"]
+        if value >= best["separated"][MAIN]["value"]:
+            name = "the untrained encoder" if row["loss"] == "untrained" else f"the {results['protocol']['baseline']}"
+            unbeaten.append(f"{name} ({_points(value)} %)")
+    return unbeaten
+
+
+def _without_gain(results: Mapping[str, Any], best: Mapping[str, Any]) -> list[str]:
+    unbeaten, plan = _unbeaten(results, best), results["protocol"]
+    if not unbeaten:
+        return []
+    ways = ["more --steps", "more items of each class" if plan["test"].get("known") else "more classes"]
+    if not plan["test"].get("known"):
+        ways.append("--closed, which asks about new items of known classes")
+    if plan["baseline"] == "pixels":
+        ways.append("a pretrained encoder (nearkin encoders)")
+    names = _listed(unbeaten)
+    return [f"No loss beats {names}, so no command is suggested. What may help: {'; '.join(ways)}."]
 
 
 def _command(results: Mapping[str, Any], best: Mapping[str, Any], flags: Mapping[str, Any]) -> str:

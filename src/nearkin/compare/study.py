@@ -22,7 +22,7 @@ from nearkin.training.config.recipe import Recipe
 
 __all__ = ["Request", "Study", "load_plan", "requested_settings", "save_plan"]
 
-FORMAT = 1
+FORMAT = 2  # 1: trained in other batches where classes are few
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS trainings (

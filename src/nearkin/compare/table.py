@@ -165,6 +165,7 @@ def _protocol(setup: Setup, test_set: TestSet, plan: Plan, losses: int) -> dict[
         "encoder": folds.recipe.encoder["name"],
         "sampler": folds.recipe.sampler,
         "split": setup.split.partition(":")[0],
+        "closed": setup.recipe.data.closed is True,
         "fold_sizes": sizes,
         "test": setup.test_size,
         "queries": len(test_set.held_out.indices),

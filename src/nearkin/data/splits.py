@@ -6,7 +6,7 @@ Where items have groups (bursts, cameras, writers), a group is in one part: see 
 import hashlib
 from collections.abc import Iterable
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,12 @@ from nearkin.data import groups
 from nearkin.data.file_tree import by_bytes, printable
 from nearkin.data.item_set import Items
 
-__all__ = ["Parts", "divide", "leave_out", "source_split"]
+__all__ = ["FEW", "LEAST", "Parts", "class_units", "closed_by_default", "divide", "leave_out", "shares_classes"]
+__all__ += ["source_split", "units"]
 
 Ints = NDArray[np.int64]
 LEAST = 2  # classes in a part, and items of a class in it: fewer cannot be ranked
+FEW = 20  # classes; of fewer, those held out are too few to measure on and those left too few to learn from
 
 
 class Parts(NamedTuple):
@@ -94,6 +96,25 @@ def divide(
     return parts if items.groups is None else _with_groups(items, parts, group_scope)
 
 
+def closed_by_default(items: Items, **options: Any) -> bool:
+    """Whether items of every class are to be held out where nobody has said what: of fewer than `FEW` classes, if most
+    of them have enough items (or groups) for that, and the source has no split of its own.
+
+    options: of `divide`, all but `closed`.
+    """
+    if items.labels is None or (options.get("official", True) and source_split(items, False) is not None):
+        return False
+    sizes = np.bincount(items.labels)
+    total = int((sizes > 1).sum())
+    if total >= FEW:
+        return False
+    try:
+        tested = divide(items, closed=True, **options).test
+    except ValueError:  # too few items or groups in a class, or what is wrong with any division
+        return False
+    return 2 * len(np.unique(items.labels[tested])) > total
+
+
 def leave_out(items: Items, parts: Parts, indices: Ints) -> Parts:
     """The parts without the items at `indices`; one that is then alone in its class in its part goes too.
 
@@ -126,12 +147,12 @@ def leave_out(items: Items, parts: Parts, indices: Ints) -> Parts:
 def source_split(items: Items, closed: bool) -> list[str] | None:
     """The source's split that fits `closed`, if there is one with more than a training part."""
     for column in (items.closed_split, items.split) if closed else (items.split,):
-        if column is not None and set(column) != {"train"} and not (closed and not _shares_classes(items, column)):
+        if column is not None and set(column) != {"train"} and not (closed and not shares_classes(items, column)):
             return column
     return None
 
 
-def _shares_classes(items: Items, column: list[str]) -> bool:
+def shares_classes(items: Items, column: list[str]) -> bool:
     """Whether validation or test parts have training classes; True for items without classes."""
     if items.labels is None:
         return True
@@ -200,7 +221,7 @@ def _hold_out_classes(
         parts = "training, validation and test" if then else "training and validation"
         raise ValueError(
             f"{items.name}: {parts} need at least {needed} classes to share out, got {total}. "
-            "Use --closed to divide the images of every class instead"
+            f"Use --closed to divide the images of every class instead, {3 * LEAST} or more in each"
         )
     most = total - LEAST - then
     count = min(max(LEAST, round(share * total)), most)
@@ -226,15 +247,13 @@ def _hold_out_of_each_class(
 
     Whole groups of items, where there are groups.
     """
-    labels = _labels(items)[of]
     chosen: list[int] = []
     kinds = 0
-    for kind, members in _members(labels):
-        units = _units(items, of[members], seed)
-        if len(units) < 2 * LEAST + then or (only is not None and kind not in only):
+    for kind, ordered in class_units(items, of, seed):
+        if len(ordered) < 2 * LEAST + then or (only is not None and kind not in only):
             continue
-        count = min(max(LEAST, round(share * len(units))), len(units) - LEAST - then)
-        chosen += [i for unit in units[:count] for i in unit]
+        count = min(max(LEAST, round(share * len(ordered))), len(ordered) - LEAST - then)
+        chosen += [i for unit in ordered[:count] for i in unit]
         kinds += 1
     if kinds < LEAST:
         what = "items" if items.groups is None else "groups"
@@ -248,23 +267,27 @@ def _hold_out_of_each_class(
 
 def _hold_out_items(items: Items, of: Ints, seed: int, share: float, then: int = 0) -> tuple[Ints, Ints]:
     """Holds out single items, or whole groups: (rest, held out)."""
-    units = _units(items, of, seed)
-    if len(units) < 2 * LEAST + then:
+    ordered = units(items, of, seed)
+    if len(ordered) < 2 * LEAST + then:
         what = "items" if items.groups is None else "groups"
-        raise ValueError(f"{items.name}: it needs at least {2 * LEAST + then} {what} to be divided, got {len(units)}")
-    count = min(max(LEAST, round(share * len(units))), len(units) - LEAST - then)
-    chosen = np.isin(of, [i for unit in units[:count] for i in unit])
+        raise ValueError(f"{items.name}: it needs at least {2 * LEAST + then} {what} to be divided, got {len(ordered)}")
+    count = min(max(LEAST, round(share * len(ordered))), len(ordered) - LEAST - then)
+    chosen = np.isin(of, [i for unit in ordered[:count] for i in unit])
     return of[~chosen], of[chosen]
 
 
-def _units(items: Items, of: Ints, seed: int) -> list[list[int]]:
+def units(items: Items, of: Ints, seed: int) -> list[list[int]]:
     """What is divided, by a hash of (seed, name): the items, or their groups by the smallest hash of their items."""
-    ordered = sorted(of.tolist(), key=lambda i: _hash(seed, items.names[i]))
-    units: dict[tuple[str, int], list[int]] = {}
-    for i in ordered:
+    members: dict[tuple[str, int], list[int]] = {}
+    for i in sorted(of.tolist(), key=lambda i: _hash(seed, items.names[i])):
         group = "" if items.groups is None else items.groups[i]
-        units.setdefault((group, -1 if group else i), []).append(i)
-    return list(units.values())
+        members.setdefault((group, -1 if group else i), []).append(i)
+    return list(members.values())
+
+
+def class_units(items: Items, of: Ints, seed: int) -> list[tuple[int, list[list[int]]]]:
+    """Each class with its `units`."""
+    return [(kind, units(items, of[members], seed)) for kind, members in _members(_labels(items)[of])]
 
 
 def _with_groups(items: Items, parts: Parts, scope: str) -> Parts:

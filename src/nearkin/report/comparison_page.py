@@ -36,7 +36,8 @@ def write_comparison(path: str | Path, results: Results) -> None:
 def page(results: Results) -> str:
     """The HTML of the page."""
     protocol = results["protocol"]
-    tested = format.count(protocol["test"]["classes"], "unseen class", "unseen classes")
+    kind = "known" if protocol["test"].get("known") else "unseen"
+    tested = format.count(protocol["test"]["classes"], f"{kind} class", f"{kind} classes")
     sections: list[Section] = [
         ("advice", "Recommendation", "Every sentence follows from the table below.", _advice(results)),
         ("table", "Table", _table_note(results), _table(results)),
@@ -72,7 +73,8 @@ def _lede(results: Results, tested: str) -> str:
 def _advice(results: Results) -> str:
     advice = results["recommendation"]
     body = "".join(f"<p>{_prose(sentence)}</p>" for sentence in advice["sentences"])
-    return f'<div class="advice">{body}</div>{_notes(advice["cautions"])}<h3>Train with it</h3>{_code(advice["train"])}'
+    command = "" if advice["train"] is None else f"<h3>Train with it</h3>{_code(advice['train'])}"
+    return f'<div class="advice">{body}</div>{_notes(advice["cautions"])}{command}'
 
 
 def _notes(lines: Sequence[str]) -> str:
@@ -299,13 +301,14 @@ def _protocol(results: Results) -> str:
     plan = results["protocol"]
     sampler = plan["sampler"]
     fold = plan["fold_sizes"][0]
+    what = "items" if plan.get("closed") else "classes"
     facts = {
         "encoder": plan["encoder"],
         "batches": f"{sampler['name']}, {sampler['batch']} items; the same for every loss",
         "steps per training": number(plan["steps"]),
         "settings per loss": number(plan["trials"]),
-        "folds": f"{plan['folds']}, of {fold['train']['classes']} training and {fold['validation']['classes']} "
-        "validation classes" + ("" if _even(plan["fold_sizes"]) else " or one more or less"),
+        "folds": f"{plan['folds']}, of {fold['train'][what]} training and {fold['validation'][what]} "
+        f"validation {what}" + ("" if _even(plan["fold_sizes"], what) else " or some more or less"),
         "seeds per fold": number(plan["seeds"]),
         "test": f"{number(plan['test']['items'])} items of {number(plan['test']['classes'])} classes, opened once",
         "split": plan["split"],
@@ -314,8 +317,8 @@ def _protocol(results: Results) -> str:
     return f'<dl class="facts">{pairs}</dl><h3>The command that gives this table</h3>{_code(results["command"])}'
 
 
-def _even(folds: Sequence[Mapping[str, Any]]) -> bool:
-    return len({fold["validation"]["classes"] for fold in folds}) == 1
+def _even(folds: Sequence[Mapping[str, Any]], what: str) -> bool:
+    return len({fold["validation"][what] for fold in folds}) == 1
 
 
 def _table_note(results: Results) -> str:

@@ -56,7 +56,8 @@ def verdict(findings: Findings) -> str:
     result = findings.results.get("verdict")
     if not isinstance(result, Mapping) or not result.get("sentence"):
         return ""
-    style = 'class="alert" role="alert"' if result.get("helped") is False else 'class="helped"'
+    poor = result.get("helped") is False or result.get("below")
+    style = 'class="alert" role="alert"' if poor else 'class="helped"'
     sentence = escape(format.short(result["sentence"], 600)).replace(" %", "\u202f%")  # a non-breaking space
     return f"<div {style}><p>{sentence}</p></div>"
 

@@ -38,6 +38,7 @@ _OWN_LINES = (
     "near_duplicates",
     "left_out",
     "unlabelled",
+    "notes",
 )  # of the facts about the data
 NEAR_SHOWN = 24  # pairs of near-duplicates with their pictures
 _REPEATED = ("precision@1",)  # the same number as recall@1
@@ -236,7 +237,7 @@ def findings_of(outcome: Outcome) -> Findings:
     return Findings(
         title=f"{Path(recipe.data.source).name or recipe.data.source}, {recipe.loss['name']}, {recipe.encoder['name']}",
         recipe=recipe.plain(),
-        data=_data(prepared.report) | {"closed": recipe.data.closed},
+        data=_data(prepared.report) | {"closed": prepared.known_classes},
         history=_history(outcome.history),
         results=results,
         embeddings=outcome.embeddings,

@@ -24,19 +24,15 @@ from nearkin.training.rerank_test import rerank_results
 from nearkin.training.trainer import PRECISIONS, Trainer
 from nearkin.training.validation import (
     KS,
-    MAIN,
     METRICS,
-    WRITTEN,
     HeldOut,
-    chance_units,
     figure,
     graded_metrics,
     groups_of,
-    main_per_query,
     number,
-    points,
     query_and_gallery,
 )
+from nearkin.training.verdict import START, concluded, frozen_kept, verdict
 
 __all__ = [
     "contenders",
@@ -49,12 +45,11 @@ __all__ = [
     "results",
     "unverifiable",
 ]
-__all__ += ["group_figures", "level_results", "unwrapped", "verdict"]
+__all__ += ["group_figures", "is_untrained", "level_results", "unwrapped"]
 
 _PIXELS = 32  # side to which images are reduced before their pixels are compared
 GROUPED = ("map", "minp")  # metrics of re-identification, added where there are groups; its CMC is recall@k
 _CMC = 20  # positions of the curve
-_SAMPLES = 1000  # resamples of the test classes
 
 
 def explained(trainer: Trainer, what: str) -> AbstractContextManager[None]:
@@ -128,13 +123,14 @@ def results(
     options["seed"] = recipe.training.seed
     tested = {name: full_metrics(x, held_out, trainer.graded, on, **options) for name, x in rows.items()}
     settings: dict[str, Any] = {"baseline": prepared.baseline, "seed": recipe.training.seed}
+    judgement = verdict(rows, held_out, trainer.graded, on, **settings)
     content = {
         "nearkin": version_of("nearkin"),
         "source": recipe.data.source,
         "protocol": prepared.parts.note,
         "test": tested,
         "baseline": prepared.baseline,
-        "verdict": verdict(rows, held_out, trainer.graded, on, **settings),
+        "verdict": judgement,
         "val": facts["val"] | {"epoch": facts["epoch"], "step": facts["step"]},
         "items": {name: len(indices) for name, indices in prepared.part_indices().items()},
         "classes": prepared.class_counts(),
@@ -145,11 +141,11 @@ def results(
         "peak_bytes": _peak(on),
         "notes": state.notes,
     }
-    frozen = facts.get("interpolation", {}).get("chosen") == "frozen"  # nothing has trained it for short embeddings
-    if "interpolation" in facts:
-        content["interpolation"] = facts["interpolation"]
-        if frozen:
-            content["verdict"] |= _kept(content["verdict"])
+    content |= {name: facts[name] for name in ("interpolation", "start") if name in facts}
+    if facts.get("interpolation", {}).get("chosen") == "frozen":
+        content["verdict"] |= frozen_kept(judgement)
+    else:
+        content["verdict"] |= concluded(judgement, facts.get("start"), prepared, graded=trainer.graded)
     if pretrained is not None:
         tests = full_metrics(pretrained, held_out, trainer.graded, on, **options)
         content["pretraining"] = facts["pretraining"] | {"test": tests}
@@ -161,7 +157,7 @@ def results(
         content["groups"] = group_figures(rows, held_out, on)
     if prepared.items.levels:
         content["levels"] = level_results(rows, held_out, prepared.items.levels, tested, on, recipe.evaluation.interval)
-    if not frozen and (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
+    if not is_untrained(facts) and (lengths := matryoshka_dims(recipe, rows["trained"].shape[1])) is not None:
         unit = bool(trainer.encoder.settings["normalize"])
         cut = {dim: _first(rows["trained"], dim, unit) for dim in lengths}
         content["lengths"] = {
@@ -177,6 +173,11 @@ def results(
     with explained(trainer, "results.json"):
         files.write_json(trainer.out / "results.json", content)
     return content
+
+
+def is_untrained(facts: Mapping[str, Any]) -> bool:
+    """Whether the saved encoder is as it was before training: nothing has trained it for short embeddings."""
+    return any(facts.get(part, {}).get("chosen") in ("frozen", START) for part in ("interpolation", "start"))
 
 
 def _first(rows: Tensor, dim: int, unit: bool) -> Tensor:
@@ -316,59 +317,6 @@ def unverifiable(pairs: Any) -> str | None:
 def _verified(rows: Tensor, pairs: Any) -> Any:
     same, folds = torch.from_numpy(pairs.same), torch.from_numpy(pairs.fold)
     return evaluation.verification(embeddings=rows, pairs=torch.from_numpy(pairs.items), same=same, folds=folds)
-
-
-def verdict(
-    rows: Mapping[str, Tensor], held_out: HeldOut, graded: bool, device: torch.device, *, baseline: str, seed: int
-) -> dict[str, Any]:
-    """Whether training helped: rows["trained"] against rows["untrained"] and rows["baseline"] by the main metric.
-
-    "helped": True where training is better than both, False where it is worse than one of them, None where neither can
-    be shown; better and worse as in `cluster_bootstrap.compare`, which resamples test classes. "against": its figures
-    for each of the two, differences as trained minus the other. "sentence": the same in words. baseline: its name.
-    """
-    metric = MAIN[graded]
-    values = {name: main_per_query(x, held_out, graded, device) for name, x in rows.items()}
-    groups, unit = chance_units(held_out, graded)
-    names = {"untrained": "the untrained encoder", "baseline": f"the {baseline}"}
-    against: dict[str, Any] = {}
-    for other in names:
-        test = cluster_bootstrap.compare(values["trained"], values[other], groups, samples=_SAMPLES, seed=seed)
-        low, high = test["interval"] or (None, None)
-        figures = {"trained": test["a"], "other": test["b"], "difference": test["difference"]}
-        figures |= {"low": low, "high": high, "p": test["p"]}
-        against[other] = {key: number(value) for key, value in figures.items()}
-        word = {"a": "better", "b": "worse"}.get(test["verdict"], "undecided")
-        against[other] |= {"classes": test["classes"], "verdict": word}
-    words = [figures["verdict"] for figures in against.values()]
-    helped = False if "worse" in words else True if set(words) == {"better"} else None
-    decisive = {True: "better", False: "worse", None: "undecided"}[helped]
-    strongest = max(
-        (other for other in names if against[other]["verdict"] == decisive),
-        key=lambda other: float(against[other]["other"] or 0),  # 0 where no query has a value
-    )
-    sentence = _sentence(helped, WRITTEN[metric], against[strongest], names[strongest], unit)
-    return {"helped": helped, "metric": metric, "sentence": sentence, "against": against}
-
-
-def _sentence(helped: bool | None, metric: str, figures: Mapping[str, Any], other: str, unit: str) -> str:
-    if figures["difference"] is None:
-        return f"It cannot be told whether training helped: no test item has anything to find, so there is no {metric}."
-    low, high = figures["low"], figures["high"]
-    inside = f" (95 % interval {points(low)} to {points(high)})" if low is not None and high is not None else ""
-    values = f"{metric} {100 * figures['trained']:.1f} % beside {100 * figures['other']:.1f} % of {other}"
-    values += f", a difference of {points(figures['difference'])} points{inside}"
-    if helped is None:
-        few = f"; {figures['classes']} test {unit} are too few to tell" if figures["classes"] < 6 else ""
-        return f"It cannot be told whether training helped: {values}{few}."
-    return f"Training {'helped' if helped else 'did not help'}: {values}."
-
-
-def _kept(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict on a run that saves the frozen encoder: it is its own baseline, so there is nothing to compare."""
-    value = verdict["against"]["baseline"]["other"]
-    figure = "" if value is None else f", with {WRITTEN[verdict['metric']]} {100 * value:.1f} %"
-    return {"helped": None, "sentence": f"Training changed nothing: the saved encoder is the frozen backbone{figure}."}
 
 
 def unwrapped(encoder: models.Encoder, prepared: Prepared) -> models.Encoder:

@@ -102,6 +102,14 @@ class Prepared:
         parts = {"train": self.parts.train, "val": self.parts.val, "test": self.parts.test}
         return parts if self.parts.gallery is None else parts | {"gallery": self.parts.gallery}
 
+    @property
+    def known_classes(self) -> bool:
+        """Whether the test asks about new items of classes that are trained on, by the recipe or by the source."""
+        labels = self.items.labels
+        if labels is None or self.recipe.data.closed:
+            return labels is not None
+        return bool(np.isin(labels[self.parts.test], labels[self.parts.train]).all())
+
     def class_counts(self) -> dict[str, int]:
         if self.items.labels is None:
             return {}
@@ -144,6 +152,7 @@ def prepare(
     bad: list[tuple[int, str]] = []
     if own.dataset is not None:
         items, rows = items_of(own.dataset, options.source), DatasetRows(own.dataset)
+        recipe, split_notes = defaults.settle_closed(recipe, items)
         recipe, old = _old_encoder(recipe, "own", rows.shape[1:], start)
         recipe, notes = defaults.settle_source(recipe, items, rows.shape[1:])
         own = own.wrap(rows.take(np.array([0, len(rows) - 1])))
@@ -151,6 +160,7 @@ def prepare(
     else:
         root = None if options.root is None else Path(options.root)
         items = load_items(recipe, root, resumed=start is not None)
+        recipe, split_notes = defaults.settle_closed(recipe, items)
         kind, shape = ("pictures", None) if items.vectors is None else ("vectors", items.vectors.shape[1:])
         recipe, old = _old_encoder(recipe, kind, shape, start)
         recipe, notes = defaults.settle_source(recipe, items)
@@ -172,8 +182,10 @@ def prepare(
         pixels = None if items.pictures is None or isinstance(rows, DatasetRows) else rows
         left = exclusions.exclude(recipe, items, parts, pixels, digests, callback)
     parts = left.parts
-    notes = [*notes, *defaults.finetune_note(recipe, items, parts)]
+    notes = [*split_notes, *notes, *defaults.finetune_note(recipe, items, parts)]
     recipe = defaults.settle(recipe, items, parts)
+    if start is None and not recipe.pretrained and recipe.compatible.run is None and recipe.training.keep_start is None:
+        recipe = recipe.with_("training", keep_start=True)  # not of runs that began before there was this key
     level_loss.check_levels(recipe, items)
     report = data.inspect(items, parts, digests=digests or None, bad=bad) | left.record
     if old is not None:
@@ -192,6 +204,8 @@ def prepare(
         recipe, report = settle_unlabelled(recipe, int(record["pictures"])), report | {"unlabelled": record}
         notes = [*notes, note(record, recipe.pretrained)]
     callback({"event": "settled", "recipe": recipe})
+    notes = (start or {}).get("notes", notes)  # a recipe that is settled no longer tells what was left open
+    report |= {"notes": notes}
     return Prepared(recipe, items, parts, rows, report, fingerprint(items, parts, digests), notes, own, unlabelled)
 
 

@@ -31,9 +31,11 @@ from nearkin.training.own_objects import PREFIX, Own, own_objects
 from nearkin.training.prepare import Prepared, prepare
 from nearkin.training.rerank_test import validation_rows
 from nearkin.training.run_notes import chunk_note, old_note, pairs_note, rank_notes
+from nearkin.training.start import choose_start, is_asked
 from nearkin.training.tracking import Tracker, tracked
 from nearkin.training.trainer import Trainer, assemble
 from nearkin.training.validation import HeldOut
+from nearkin.training.verdict import START
 
 __all__ = ["Outcome", "assemble", "raw", "resume", "train"]
 
@@ -72,7 +74,8 @@ def train(
     group: ProcessGroup | None = None,
     allow_outside: bool = False,
 ) -> Outcome:
-    """Trains an encoder, tests it on classes that it was not trained on, and writes everything into a folder.
+    """Trains an encoder, tests it on classes that it was not trained on (of fewer than 20 classes, on new items of
+    each), and writes everything into a folder.
 
     source: a folder of class folders, a table, a file of vectors, a name that `nearkin sources` lists ("glyphs" by
     default); a `torch.utils.data.Dataset` of (tensor, label); or a complete `Recipe`.
@@ -271,9 +274,13 @@ def _fit_and_test(trainer: Trainer, prepared: Prepared, callback: Callback) -> O
         with deterministic(trainer.recipe.training.deterministic):
             plain, facts["interpolation"] = interpolation.choose(trainer, prepared, plain, callback)
         encoder = plain
+    elif is_asked(trainer.recipe):
+        with deterministic(trainer.recipe.training.deterministic):
+            plain, facts["start"] = choose_start(trainer, prepared, plain)
+        if facts["start"]["chosen"] == START:
+            encoder, facts = plain, facts | {"epoch": 0, "step": 0, "val": facts["start"].pop("val")}
     with final_test.explained(trainer, "the encoder"):
-        frozen = facts.get("interpolation", {}).get("chosen") == interpolation.FROZEN
-        lengths = None if frozen else matryoshka_dims(trainer.recipe, plain.dim)  # none were trained into the former
+        lengths = None if final_test.is_untrained(facts) else matryoshka_dims(trainer.recipe, plain.dim)
         if (old := prepared.report.get("compatible")) is not None and old["dim"] < plain.dim:
             lengths = tuple(sorted({plain.dim, *(lengths or ()), old["dim"]}, reverse=True))
         group.on_rank0(
@@ -292,8 +299,8 @@ def _fit_and_test(trainer: Trainer, prepared: Prepared, callback: Callback) -> O
     if trainer.recipe.pretrains:
         callback({"event": "testing", "what": "pretrained"})
         facts["pretraining"] = pretraining.summary(trainer.out, prepared)
-        start = pretraining.pretrained_encoder(prepared, trainer.out, group).to(trainer.device)
-        pretrained = final_test.embedded(trainer, start, held_out)
+        before = pretraining.pretrained_encoder(prepared, trainer.out, group).to(trainer.device)
+        pretrained = final_test.embedded(trainer, before, held_out)
     results = group.on_rank0(
         "testing", lambda: final_test.results(trainer, prepared, held_out, rows, facts, pretrained, val)
     )

@@ -17,7 +17,7 @@ from nearkin.core import checks
 from nearkin.data import decode
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.data.item_set import Items
-from nearkin.data.splits import Parts, divide, source_split
+from nearkin.data.splits import FEW, Parts, closed_by_default, divide, shares_classes, source_split
 from nearkin.evaluation.retrieval.rerank_settings import settings_of
 from nearkin.training.config.finetune import HEAD_EPOCHS, settle_finetune
 from nearkin.training.config.recipe import Recipe, no_effect
@@ -34,11 +34,13 @@ from nearkin.training.config.registry import (
 )
 from nearkin.training.config.unlabelled import settle_unlabelled
 
-__all__ = ["SAMPLERS_OF", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
-__all__ += ["settle_split", "settle_without_labels", "split_items"]
+__all__ = ["SAMPLERS_OF", "filled", "finetune_note", "sample_headers", "settle", "settle_images", "settle_source"]
+__all__ += ["settle_closed", "settle_split", "settle_without_labels", "split_items"]
 
 TEST = 0.25  # share of the classes, or items, of a source without a test part
 
+_FILLED = 8  # items per class up to which few classes fill a batch
+_AVERAGED, _AVERAGED_STEPS = 0.99, 500  # decay of the average of weights, and the steps from which on it is one
 _MANY = 300  # classes; of so many, a tenth is enough for validation
 _SAMPLED = 16  # images whose headers are read
 SMALL = 64  # images up to this side are small
@@ -53,6 +55,7 @@ SAMPLERS_OF = {"npair": "pair-per-class", "facility-location": "class-ratio", "l
 # What won among losses tried on glyphs (from scratch) and on birds (tuned): docs/benchmarks.md.
 _LOSSES: dict[str, dict[str, Any]] = {
     "scratch": {"name": "arcface", "margin": 0.2, "scale": 16.0},
+    "known": {"name": "supcon"},  # few classes, all of them in each batch: docs/measured/training.md
     "tuned": {"name": "proxy-anchor"},
     "vectors": {"name": "supcon"},
     "targets": {"name": "logratio"},
@@ -243,22 +246,47 @@ def _encoder_for(side: int, size: int | None) -> tuple[str, list[str]]:
 # --- the split: [data] partial, official, closed, skip_single, val, test, seed
 
 
+def settle_closed(recipe: Recipe, items: Items) -> tuple[Recipe, list[str]]:
+    """[data] closed by the number of classes, where the recipe leaves it open; and the sentence that says so."""
+    options = recipe.data
+    if options.closed is None:
+        closed = closed_by_default(items, **_division(recipe, items))
+        return recipe.with_("data", closed=closed), _closed_note(items) if closed else []
+    column = source_split(items, False) if options.official and items.labels is not None else None
+    if options.closed or column is None or not shares_classes(items, column):
+        return recipe, []
+    return recipe, [f"the parts are those of {items.name}, which share classes; data.official=false holds out classes"]
+
+
+def _closed_note(items: Items) -> list[str]:
+    assert items.labels is not None
+    what = "items" if items.pictures is None else "pictures"
+    return [
+        f"{len(np.unique(items.labels))} classes are too few to hold some of them out, so validation and test hold "
+        f"out {what} of every class; --open (data.closed=false) holds out classes and tests on new ones"
+    ]
+
+
 def split_items(items: Items, recipe: Recipe, bad: list[tuple[int, str]]) -> Parts:
     """The parts of the readable items. The others keep their place: to close the gaps would copy every pixel."""
-    options = recipe.data
+    recipe, _ = settle_closed(recipe, items)
     indices = np.setdiff1d(np.arange(len(items)), [i for i, _ in bad])
     readable = items.take(indices) if bad else items
-    parts = divide(
-        readable,
-        seed=options.seed,
-        closed=options.closed,
-        val=options.val or _validation_share(items),
-        test=options.test or TEST,
-        skip_single=options.skip_single,
-        official=options.official,
-        group_scope=options.group_scope or "set",
-    )
+    parts = divide(readable, closed=recipe.data.closed is True, **_division(recipe, items))
     return parts.among(indices) if bad else parts
+
+
+def _division(recipe: Recipe, items: Items) -> dict[str, Any]:
+    """What `divide` is told besides `closed`."""
+    options = recipe.data
+    return {
+        "seed": options.seed,
+        "val": options.val or _validation_share(items),
+        "test": options.test or TEST,
+        "skip_single": options.skip_single,
+        "official": options.official,
+        "group_scope": options.group_scope or "set",
+    }
 
 
 def settle_split(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
@@ -266,7 +294,7 @@ def settle_split(recipe: Recipe, items: Items, parts: Parts) -> Recipe:
     options, name = recipe.data, items.name
     if options.partial and options.source not in BENCHMARKS:
         no_effect("data.partial", f"{name} is no benchmark set")
-    if not options.official and source_split(items, options.closed) is None:
+    if not options.official and source_split(items, True) is source_split(items, False) is None:
         no_effect("data.official", f"{name} has no split of its own")
     for key in ("closed", "skip_single"):
         if getattr(options, key) and items.labels is None:
@@ -299,7 +327,8 @@ def _validation_share(items: Items) -> float:
 def _settle_loss(recipe: Recipe, items: Items, facts: Facts) -> Recipe:
     if "name" not in recipe.loss:
         tuned = "tuned" if facts.pretrained else "vectors"
-        kind = "targets" if items.labels is None else "scratch" if recipe.encoder["name"] == "small-cnn" else tuned
+        scratch = "known" if _few_known(recipe, facts) else "scratch"
+        kind = "targets" if items.labels is None else scratch if recipe.encoder["name"] == "small-cnn" else tuned
         recipe = recipe.with_("loss", **{**_LOSSES[kind], **recipe.loss})
     name = recipe.loss["name"]
     if recipe.is_own("loss"):
@@ -313,6 +342,12 @@ def _settle_loss(recipe: Recipe, items: Items, facts: Facts) -> Recipe:
     if name == "margin" and settled["selection"] == "distance_weighted":
         settled.setdefault("sampling_dim", "fitted")  # better than the vector's own on three sets: docs/claims.md
     return recipe.with_("loss", **settled)
+
+
+def _few_known(recipe: Recipe, facts: Facts) -> bool:
+    """Whether a small network learns few classes from scratch and is asked about new items of these."""
+    few = facts.classes is not None and facts.classes < FEW
+    return few and recipe.data.closed is True and recipe.encoder["name"] == "small-cnn"
 
 
 def _settle_encoder(recipe: Recipe, facts: Facts) -> Recipe:
@@ -375,9 +410,10 @@ def _settle_sampler(recipe: Recipe, facts: Facts) -> Recipe:
     classes = facts.classes or 1
     if name in ("class-balanced", "hard-classes"):
         usual = 2 if recipe.encoder["name"] == "small-cnn" else max(2, min(4, facts.smallest or 4))
-        options.setdefault("per_class", _per_class(options.get("batch"), classes, usual))
+        most = 144 if not facts.pretrained else 120 if facts.cuda else 64
+        full = filled(classes, facts.smallest, usual, most)
+        options.setdefault("per_class", _per_class(options["batch"], classes, usual) if "batch" in options else full)
         if isinstance(options["per_class"], int) and options["per_class"] > 0:
-            most = 144 if not facts.pretrained else 120 if facts.cuda else 64
             options.setdefault("batch", options["per_class"] * min(classes, max(2, most // options["per_class"])))
     elif name == "pair-per-class":
         options.setdefault("batch", 2 * min(classes, 64))
@@ -411,6 +447,14 @@ def _hard_negatives(options: dict[str, Any], facts: Facts) -> dict[str, Any]:
     elif isinstance(options["batch"], int):
         options.setdefault("candidates", max(8192, options["batch"]))
     return {**defaults, **options}
+
+
+def filled(classes: int, smallest: int | None, usual: int, most: int) -> int:
+    """Items per class that fill a batch of `most`: `usual` where classes are many; where all of them in a batch leave
+    room, as many more as fit, up to the smallest class and 8. More than 8 gained nothing and took twice as long
+    (docs/measured/training.md).
+    """
+    return max(usual, min(most // classes, smallest or usual, _FILLED))
 
 
 def _per_class(batch: Any, classes: int, usual: int) -> int:
@@ -484,11 +528,12 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
     """About as many steps as such a set needs, in epochs short enough to see it learn."""
     options, batch, encoder = recipe.training, recipe.sampler["batch"], recipe.encoder["name"]
     one_pass = max(1, -(-facts.items // batch)) if isinstance(batch, int) and batch > 0 else 1
-    least = 100 if facts.cuda or not facts.pretrained else 30
+    known = _few_known(recipe, facts)  # such a network has learned them long before 1,800 steps
+    least = 50 if known else 100 if facts.cuda or not facts.pretrained else 30
     batches = options.batches or int(np.clip(one_pass, least, 500))
     settled: dict[str, Any] = {"batches": batches}
     if options.epochs is None:
-        steps = (600 if facts.cuda else 300) if facts.pretrained else 1800
+        steps = (600 if facts.cuda else 300) if facts.pretrained else 900 if known else 1800
         steps = max(steps, 4 * one_pass if facts.pretrained else 12 * one_pass)
         settled["epochs"] = max(5, min(60, round(steps / batches)))
     if options.precision is None:
@@ -509,9 +554,14 @@ def _settle_training(recipe: Recipe, facts: Facts) -> Recipe:
         no_effect(
             "training.sync_norms", "mlp has no batch norm" if encoder == "mlp" else "encoder.freeze_norms is true"
         )
+    if options.keep_start is not None and (facts.pretrained or recipe.compatible.run is not None):
+        why = "finetune.interpolate decides" if facts.pretrained else "compatible.run decides what is comparable"
+        no_effect("training.keep_start", why)
     epochs = options.epochs or settled["epochs"]
     if options.patience is None:
         settled["patience"] = max(3, epochs // 2)
+    if options.ema is None:
+        settled["ema"] = _AVERAGED if known and epochs * batches >= _AVERAGED_STEPS else 0.0
     if recipe.schedule.frozen_epochs is None:
         head_first = (
             recipe.finetune.train in ("lora", "all") and recipe.encoder.get("dim") and options.strategy != "fsdp"

@@ -58,11 +58,12 @@ class Data(_Section):
     max_pixels: int | None = Field(default=None, ge=1)  # a larger picture counts as unreadable
     cache: bool | None = None  # decoded pictures on disk
     skip_single: bool = False  # leave out classes of one item
-    closed: bool = False  # hold out items of every class, not classes
+    closed: bool | None = None  # hold out items of every class, not classes; None: where there are fewer than 20
     official: bool = True  # the publisher's or the user's own split, where the source has one
     partial: bool = False  # take what there is of a benchmark set
-    val: float | None = Field(default=None, gt=0, lt=1)  # share of the classes for validation
-    test: float | None = Field(default=None, gt=0, lt=1)  # share of the classes for the test
+    # Shares of the classes; where closed, of the items of each class.
+    val: float | None = Field(default=None, gt=0, lt=1)  # share for validation, of what is not tested
+    test: float | None = Field(default=None, gt=0, lt=1)  # share for the test
     seed: int = Field(default=0, ge=0)  # of the split
     # Groups beside classes: where they are (in names, or in which column), and whether a group counts within its class.
     group_pattern: str | None = None
@@ -168,7 +169,7 @@ class Training(_Section):
     batches: int | None = Field(default=None, ge=1)  # per epoch
     chunk: int | None = Field(default=None, ge=1)  # items encoded at a time, with the gradient of the whole batch
     precision: Literal["fp32", "bf16", "fp16"] | None = None  # of the encoder's passes; losses are computed in fp32
-    ema: float = Field(default=0.0, ge=0, lt=1)  # decay of the average of the weights; 0: none
+    ema: float | None = Field(default=None, ge=0, lt=1)  # decay of the average of the weights; 0: none
     seed: int = Field(default=0, ge=0, lt=2**63)  # of weights, batches and augmentation
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one
     workers: int = Field(default=2, ge=0)  # threads that gather batches ahead
@@ -181,6 +182,7 @@ class Training(_Section):
     sync_norms: bool | None = None  # batch norm over the batches of all ranks
     patience: int | None = Field(default=None, ge=1)  # validations without a better one before training stops
     every: int = Field(default=1, ge=1)  # epochs between two validations
+    keep_start: bool | None = None  # save the encoder as it was before training where no validation is better
     save_minutes: float = Field(default=10.0, gt=0)  # between two checkpoints
     log_steps: int = Field(default=20, ge=1)  # steps between two lines of metrics.jsonl
     on_collapse: Literal["stop", "warn"] = "stop"  # when all embeddings become one

@@ -28,6 +28,8 @@ _ALONE: dict[str, set[str]] = {
     "sampler": set(),
     "evaluation": set(),
 }
+# What a saved recipe has written out, of keys that are chosen by the data where they are left open.
+_WRITTEN_OUT: dict[tuple[str, str], Any] = {("data", "closed"): False, ("training", "ema"): 0.0}
 _ALONE["data"] = {"source", "size", "stored", "fit", "channels", "unreadable", "max_pixels", "cache"}
 _ALONE["schedule"] = {"warmup"}
 _ALONE["training"] = {"chunk", "precision", "seed", "device", "workers", "deterministic", "graphs", "strategy"}
@@ -87,7 +89,8 @@ def _refuse_training_keys(recipe: Recipe) -> None:
         fields = {} if isinstance(part, dict) else type(part).model_fields
         values = part if isinstance(part, dict) else {name: getattr(part, name) for name in fields}
         for name, value in values.items():
-            if name not in known and (name not in fields or value != fields[name].default):
+            unset = [fields[name].default, _WRITTEN_OUT.get((section, name))] if name in fields else []
+            if name not in known and value not in unset:
                 no_effect(f"{section}.{name}", "there is no labelled source, and the run ends with its pretraining")
 
 
