@@ -29,7 +29,7 @@ from nearkin.gallery import (
 from nearkin.gallery import items as item_inputs
 from nearkin.gallery.answers import Asked, Identity
 from nearkin.gallery.items import Batch, Encoding, RawItem, Seen
-from nearkin.gallery.label_scores import LabelScorer
+from nearkin.gallery.label_scorer import LabelScorer
 from nearkin.gallery.matched_parts import Matched, RowPicture
 from nearkin.gallery.mixed_search import MixedRows, Searched
 from nearkin.gallery.recognition import Recognition
