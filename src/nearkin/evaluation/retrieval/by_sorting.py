@@ -10,7 +10,7 @@ from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Progress
 from nearkin.evaluation.retrieval import knn
 from nearkin.evaluation.retrieval.by_counting import BEYOND, Positions
-from nearkin.evaluation.retrieval.exact import Space, slices
+from nearkin.evaluation.retrieval.exact import CELL, LISTED, Space, slices
 from nearkin.evaluation.retrieval.relevance import Relevance
 
 __all__ = ["positions"]
@@ -36,7 +36,8 @@ def positions(
         order = order[group.rank :: group.size]
     extra = relevance.list_bytes + relevance.mask_bytes
     space.blocks(extra)  # refuses a budget that is too small
-    step = max(1, min(512, space.budget // 2 // (16 * relevance.size + extra)))
+    tiled, listed = (space.budget // 2 // (cell * relevance.size + extra) for cell in (CELL, LISTED))
+    step = max(1, min(512, tiled), min(2048, listed))  # the larger the blocks the better, while all fits into lists
     first = min(_PROBE, step, len(order))  # a small block, which may show that float64 is needed
     for block in [slice(0, first), *(slice(first + b.start, first + b.stop) for b in slices(len(order) - first, step))]:
         rows = order[block]
