@@ -1,7 +1,5 @@
 """What `nearkin identify` says: sentences for one item, a table for many, and rows of a file."""
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -181,13 +179,11 @@ def _json_lines(rows: "Sequence[Answered]") -> Iterator[str]:
 
 
 def _csv_lines(rows: "Sequence[Answered]") -> Iterator[str]:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    for values in (COLUMNS, *map(_values, rows)):
-        writer.writerow([_harmless(value) if isinstance(value, str) else _number(value) for value in values])
-        yield text.getvalue()
-        text.seek(0)
-        text.truncate()
+    from nearkin.core.spreadsheet import csv_text
+
+    yield csv_text([COLUMNS])
+    for row in rows:
+        yield csv_text([[_number(value) if isinstance(value, float) else value for value in _values(row)]])
 
 
 def _values(row: "Answered") -> tuple[Any, ...]:
@@ -202,13 +198,9 @@ def _values(row: "Answered") -> tuple[Any, ...]:
     )
 
 
-def _harmless(cell: str) -> str:
-    """With a ' before what a spreadsheet would take for a formula."""
-    return f"'{cell}" if cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+def _number(value: float) -> float:
+    """With six digits."""
+    return float(f"{value:.6g}")
 
 
 def percent(share: float, digits: int | None = None) -> str:
