@@ -253,6 +253,37 @@ def test_a_gallery_whose_originals_are_all_there_needs_no_bridge(place, runs, mo
         assert gallery.search(picture(7), 1)[0].id == 8 and gallery.check().whole
 
 
+@pytest.mark.parametrize("added", ["files", "many files", "uploads"])
+def test_an_upgrade_goes_on_where_rows_are_enrolled_meanwhile(place, runs, tmp_path, monkeypatch, added):
+    """All originals were there, so there is no bridge: files are embedded too, uploads need one."""
+    monkeypatch.setattr(encoder_upgrade, "BATCH", 8)
+    if added != "uploads":
+        monkeypatch.setattr(encoder_upgrade, "FEWEST", 10_000)
+    count, times = (20 if added == "many files" else 3), []
+    new = [tmp_path / "photos" / f"new {i}.png" for i in range(count)]
+    for i, path in enumerate(new):
+        path.write_bytes(picture(3000 + i))
+    with Gallery.open(place, runs[0]) as gallery:
+        gallery.remove(range(COUNT + 1, COUNT + UPLOADS + 1))
+
+    def progress(what, done, total):
+        if what == "mapping rows" or done < total:
+            return
+        times.append(what)
+        if times == ["embedding originals"]:
+            with Gallery.open(place, runs[0]) as gallery:
+                gallery.remove(1)
+                gallery.enrol([picture(3000 + i) if added == "uploads" else str(new[i]) for i in range(count)], "new")
+
+    result = room.upgrade(place, runs[1], progress=progress)
+    assert result.rows == COUNT - 1 + count and result.bridged == (count if added == "uploads" else 0)
+    with Gallery.open(place, runs[1]) as gallery:
+        assert gallery.dim == 12 and gallery.check().whole and gallery.search(picture(7), 1)[0].id == 8
+        hits = gallery.search(picture(3001), count, {"label": "new"})
+        assert [hit.bridged for hit in hits] == [added == "uploads"] * count
+        assert added == "uploads" or hits[0].similarity > 0.999
+
+
 def test_a_gallery_of_vectors_and_a_lost_run_are_refused(tmp_path, runs, few):
     with Gallery.open(tmp_path / "v", dim=4) as gallery:
         gallery.enrol(np.eye(4), "a")

@@ -3,7 +3,7 @@
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
 __all__ += ["CorruptBackup", "EncoderChanged", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
-__all__ += ["FactsChanged", "NearPole", "NotAllowed", "RefusedArguments"]
+__all__ += ["FactsChanged", "NearPole", "NotAllowed", "RefusedArguments", "RowsAdded"]
 __all__ += [
     "ReloadRefused",
     "RequestTooLarge",
@@ -109,6 +109,10 @@ class EncoderChanged(StoreUnavailable):
 
     def __init__(self, where: str) -> None:
         super().__init__(f"{where}: was upgraded to another encoder meanwhile; send the item again")
+
+
+class RowsAdded(Exception):
+    """Rows that were enrolled during an upgrade need a bridge, or more time than a transaction should take."""
 
 
 class StoreUnreachable(StoreUnavailable, ValueError):

@@ -6,14 +6,15 @@
 4. Mapped rows whose originals are there are embedded again, a batch per transaction, at any pace.
 
 A kill before 3 leaves the gallery as it was; after it, the same command goes on with 4. So it does where 3 is committed
-while the command runs: by another process, or by the server for one that was killed.
+while the command runs: by another process, or by the server for one that was killed. Rows that are enrolled meanwhile
+are mapped, or embedded where no bridge was needed.
 """
 
 import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 
 from nearkin import data, training
 from nearkin.core import checks, toml
-from nearkin.core.errors import EncoderChanged, NotAllowed
+from nearkin.core.errors import EncoderChanged, NotAllowed, RowsAdded
 from nearkin.data import groups
 from nearkin.data.map_dataset import check_typed
 from nearkin.data.sources import AS_BEFORE, PLAIN
@@ -107,7 +108,7 @@ def upgrade(
     report = progress or (lambda *_: None)
     with closing(opening.store_at(place, timeout)) as store:
         _check_own_source(store, run, reading)
-        kept, pairs, renewed = "", 0, 0
+        kept, pairs, renewed, known = "", 0, 0, dict[int, Any]()
         while True:
             facts = opening.existing_facts(store)
             encoding = _encoding_for(run, device, facts)
@@ -116,9 +117,15 @@ def upgrade(
             if facts.fingerprint == encoding.info.fingerprint:
                 break
             # Another upgrade may be committed meanwhile: that of a process which was killed while the server committed.
-            with suppress(EncoderChanged):
-                kept, pairs, renewed = _switch(store, facts, encoding, with_source, device, seed, report, reading)
+            try:
+                kept, pairs, renewed = _switch(
+                    store, facts, encoding, with_source, device, seed, report, reading, known
+                )
                 break
+            except EncoderChanged:
+                known.clear()
+            except RowsAdded:
+                continue  # with what is known
         if renew_rows:
             renewed += renew(store, encoding, report, reading)
         facts = opening.existing_facts(store)
@@ -168,10 +175,15 @@ def _switch(
     seed: int,
     report: Progress,
     reading: data.Reading,
+    known: dict[int, Any],
 ) -> tuple[str, int, int]:
-    """Where the gallery before is, the number of pairs, and of rows that have their new embedding already."""
+    """Where the gallery before is, the number of pairs, and of rows that have their new embedding already.
+
+    known: by id, the new embeddings of rows; those of an earlier attempt, which this one adds to.
+    """
     assert facts.fingerprint is not None
-    known, rows = _embed_rows(store, facts, encoding, report, reading)
+    originals = Originals(facts.sources, encoding, reading)
+    rows = _embed_rows(store, facts, originals, report, known)
     check_encoder(store.where, opening.existing_facts(store), facts.fingerprint)  # the rows are all of that encoder
     note, count, mapped = "", 0, None
     if len(known) < facts.rows:
@@ -187,9 +199,12 @@ def _switch(
     def rewritten(part: Sequence[Row]) -> list[Row]:
         others = [row for row in part if row.id not in known]
         vectors: dict[int, bytes] = {}
-        if others:
-            if mapped is None:
-                raise ValueError(f"{store.where}: rows were added meanwhile; start the upgrade again")
+        if others and mapped is None:
+            known.update(originals.embedded(others) if len(others) <= BATCH else {})
+            if not all(row.id in known for row in others):
+                raise RowsAdded
+        elif others:
+            assert mapped is not None
             vectors = dict(
                 zip(
                     [row.id for row in others],
@@ -218,12 +233,9 @@ def _switch(
     return store.rewrite(plan, lambda done, total: report("mapping rows", done, total)), count, len(known)
 
 
-def _embed_rows(
-    store: Store, facts: Facts, encoding: Encoding, report: Progress, reading: data.Reading
-) -> tuple[dict[int, Any], list[Row]]:
-    """Of up to `MOST` rows whose originals are there: the new embedding by id, and the rows."""
-    originals, known, rows = Originals(facts.sources, encoding, reading), dict[int, Any](), list[Row]()
-    there = array("q")  # of all rows: a few originals among many uploads are enough for a bridge
+def _embed_rows(store: Store, facts: Facts, originals: Originals, report: Progress, known: dict[int, Any]) -> list[Row]:
+    """Up to `MOST` rows whose originals are there. known: by id, their new embeddings, and afterwards no others."""
+    rows, there = list[Row](), array("q")  # of all rows: a few originals among many uploads are enough for a bridge
     for done, row in enumerate(store.scan(), 1):
         if originals.has(row):
             there.append(row.id)
@@ -232,11 +244,13 @@ def _embed_rows(
     chosen = there[:: max(1, -(-len(there) // MOST))]
     for start in range(0, len(chosen), BATCH):
         batch = list(store.rows(chosen[start : start + BATCH].tolist()).values())
-        embedded = originals.embedded(batch)
-        known |= embedded
-        rows += [row for row in batch if row.id in embedded]
+        known |= originals.embedded([row for row in batch if row.id not in known])
+        rows += [row for row in batch if row.id in known]
         report("embedding originals", start + len(batch), len(chosen))
-    return known, rows
+    there_now = {row.id for row in rows}
+    for id in [id for id in known if id not in there_now]:
+        del known[id]
+    return rows
 
 
 def _pairs_of(rows: Sequence[Row], known: dict[int, Any], dim: int) -> Pairs:
