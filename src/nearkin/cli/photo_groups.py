@@ -15,6 +15,7 @@ from nearkin.cli.screen import app, echo, one_sentence, plain_bar, print_json, p
 
 if TYPE_CHECKING:
     from nearkin.data import Reading
+    from nearkin.data.item_set import Items
     from nearkin.gallery import Gallery
     from nearkin.gallery.source_groups import SourceGroups
 
@@ -108,8 +109,9 @@ def group(
             given: dict[str, Any] = {"root": root, "part": part, "dim": dim, "views": views, "device": device.value}
             given["unreadable"] = "skip" if skip_unreadable else "strict"
             reading = options.reading(split_folders, leaf_classes, allow_outside, own_source)
+            items = _all_items(source, root, reading)
             groups = room.group_source(source, run, reading=reading, **given, **how)
-            picture = _picture_of_item(source, root, groups, reading)
+            picture = _picture_of_item(items, groups)
         bars.close()
         room.write_groups(out, groups)
         sheet = out.with_suffix(".html")
@@ -126,20 +128,29 @@ def _after_interrupt() -> str:
     return "nothing was written; an enrolment resumes: nearkin enrol, then nearkin group GALLERY"
 
 
-def _picture_of_item(
-    source: str, root: Path | None, groups: "SourceGroups", reading: "Reading"
-) -> "Callable[[int], Any] | None":
+def _all_items(source: str, root: Path | None, reading: "Reading") -> "Items":
+    """As they are before they are embedded: one that goes meanwhile costs its thumbnail only."""
     from nearkin import data
-    from nearkin.data import decode
     from nearkin.data import groups as item_groups
     from nearkin.data.sources import AS_BEFORE
 
     reading = reading._replace(split_folders=AS_BEFORE, leaf_classes=False)  # all of them: they are found by name
-    items = data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED, **reading.for_load())
+    return data.load(source, root=root, labelled=False, group_column=item_groups.UNUSED, **reading.for_load())
+
+
+def _picture_of_item(items: "Items", groups: "SourceGroups") -> "Callable[[int], Any] | None":
+    from nearkin.data import decode
+
     pictures, place = items.pictures, {name: i for i, name in enumerate(items.names)}
     if pictures is None:
         return None
-    return lambda i: decode.square(pictures.read(place[groups.names[i]]), side=96, fit="pad")
+
+    def picture(i: int) -> Any:
+        if (at := place.get(groups.names[i])) is None:
+            raise ValueError(f"{groups.names[i]} came while the items were embedded")
+        return decode.square(pictures.read(at), side=96, fit="pad")
+
+    return picture
 
 
 def _picture_of_row(gallery: "Gallery", groups: "SourceGroups") -> "Callable[[int], Any] | None":
