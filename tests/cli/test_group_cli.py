@@ -12,7 +12,9 @@ from PIL import Image
 
 from calibrations import calibration_by_hand
 from commands import output_of, run
+from nearkin import gallery as room
 from nearkin import models
+from nearkin.core.spreadsheet import text_of_cell
 from nearkin.gallery import Gallery, GroupEditor, results
 from nearkin.gallery.items import encoder_info
 
@@ -75,6 +77,41 @@ def test_photos_without_classes_become_a_table_and_a_page(home):
     assert "&lt;0&gt; 0.png" in page and "<0> 0.png" not in page
     assert not re.search(r'(?:src|href)="(?!data:|#)', page)  # nothing is fetched
     assert "Agreement" not in page
+
+
+def test_files_that_come_and_go_meanwhile_cost_their_thumbnails_only(home, tmp_path, monkeypatch):
+    shutil.copytree(home / "photos", tmp_path / "p")
+    embed = room.group_source
+
+    def slow(*words, **options):
+        """As a folder of many pictures is, while someone tidies it."""
+        shutil.copy(tmp_path / "p" / "<0> 1.png", tmp_path / "p" / "new.png")
+        groups = embed(*words, **options)
+        (tmp_path / "p" / "<0> 0.png").unlink()
+        return groups
+
+    monkeypatch.setattr(room, "group_source", slow)
+    out = tmp_path / "groups.csv"
+    result = run("group", tmp_path / "p", "--run", "run", "--similarity", 0.9, "--out", out)
+    assert result.exit_code == 0 and "2 pictures could not be shown" in result.output, result.output
+    assert len(table(out)) == KINDS * EACH + 1 and (tmp_path / "groups.html").exists()
+
+
+def test_no_name_in_a_table_is_a_formula(home, tmp_path):
+    """Spreadsheets compute cells that begin with = + - @, a tab or a line break."""
+    names = ["=1+1", "+1+1", "-x", "@x", "\tx", "\rx", "'=x", "plain", "\uff1dx", "a\r=1", "-7"]
+    for name in names:
+        (tmp_path / "p" / name).mkdir(parents=True)
+        for n in range(2):
+            shutil.copy(home / "photos" / f"<0> {n}.png", tmp_path / "p" / name / f"{n}.png")
+    out = tmp_path / "groups.csv"
+    assert run("group", tmp_path / "p", "--run", "run", "--similarity", 0.9, "--out", out).exit_code == 0
+    with out.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert not any(row["name"][0] in "=+-@\t\r\uff1d" for row in rows)
+    assert {row["label"] for row in rows if row["label"][0] in "=+-@\t\r\uff1d"} == {"-7"}  # a number
+    assert {text_of_cell(row["label"]) for row in rows} == set(names)
+    assert {text_of_cell(row["name"]) for row in rows} == {f"{name}/{n}.png" for name in names for n in range(2)}
 
 
 def test_a_run_without_its_source_groups_by_cosines_and_says_so(home):

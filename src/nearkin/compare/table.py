@@ -1,7 +1,5 @@
 """The results of a comparison as plain values, and its files comparison.json and comparison.csv."""
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -28,6 +26,7 @@ from nearkin.compare.significance import (
     student_interval,
 )
 from nearkin.core import files
+from nearkin.core.spreadsheet import csv_text
 from nearkin.core.versions import version_of
 
 __all__ = ["build_results", "commentary", "write"]
@@ -92,9 +91,7 @@ def _csv(results: dict[str, Any]) -> str:
         *(f"steps_to_{level:.4f}" for level in results["reach"]["levels"]),
         "setting",
     ]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head)
+    lines: list[list[Any]] = [head]
     for row in results["table"]:
         numbers = [row[form][m][end] for form in FORMS for m in METRICS for end in ("value", "low", "high")]
         line = [row["loss"], row["separated"]["rank"], *row["separated"]["ranks"], *numbers, *row["models"]]
@@ -102,7 +99,7 @@ def _csv(results: dict[str, Any]) -> str:
             against = row[form]["against"]
             line += [against["difference"], against["p"], against["verdict"]]
         line += [row["validation"], row["validation_default"], *results["reach"]["steps"][row["loss"]]]
-        writer.writerow(["" if one is None else one for one in line] + [setting_words(row["setting"])])
+        lines.append(["" if one is None else one for one in line] + [setting_words(row["setting"])])
     for row in results["references"]:
         numbers = [
             row[form][m][end] if form in row else ""
@@ -111,8 +108,8 @@ def _csv(results: dict[str, Any]) -> str:
             for end in ("value", "low", "high")
         ]
         blank = [""] * (len(head) - 4 - len(numbers))
-        writer.writerow([row["loss"], "", "", "", *("" if one is None else one for one in numbers), *blank])
-    return text.getvalue()
+        lines.append([row["loss"], "", "", "", *("" if one is None else one for one in numbers), *blank])
+    return csv_text(lines)
 
 
 def setting_words(setting: Mapping[str, Any]) -> str:

@@ -3,10 +3,12 @@
     .csv, .tsv   a heading with a column `path`; other columns, as label, suggested and score, are not read
     .json        a list of paths, or of objects with a "path"
 
-A path is the name of an item: relative to the folder or as the table has it, "row 17" of a file of vectors.
+A path is the name of an item: relative to the folder or as the table has it, "row 17" of a file of vectors. In tables
+a path that a spreadsheet would compute begins with a quote, as nearkin writes it: '=1.png.
 """
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nearkin.core.spreadsheet import text_of_cell
 from nearkin.data.item_set import Items
 
 __all__ = ["KINDS", "positions", "read"]
@@ -29,7 +32,7 @@ def read(path: str | Path) -> list[str]:
         got = f'"{file.suffix}"' if file.suffix else "no ending"
         raise ValueError(f"{path}: a list of items to leave out must end in {', '.join(KINDS)}, got {got}")
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -55,7 +58,11 @@ def positions(items: Items, paths: Sequence[str], source: str | Path) -> NDArray
 
 def _from_table(name: str | Path, text: str, ending: str) -> list[str]:
     try:
-        lines = [line for line in csv.reader(text.splitlines(), delimiter="\t" if ending == ".tsv" else ",") if line]
+        lines = [
+            line
+            for line in csv.reader(io.StringIO(text, newline=""), delimiter="\t" if ending == ".tsv" else ",")
+            if line
+        ]
     except csv.Error as error:
         raise ValueError(f"{name}: not a readable table ({error})") from None
     heading = [cell.strip().lower() for cell in lines[0]] if lines else []
@@ -63,7 +70,7 @@ def _from_table(name: str | Path, text: str, ending: str) -> list[str]:
         got = ", ".join(heading) or "it is empty"
         raise ValueError(f'{name}: its first line must name a column "path", got {got}')
     column = heading.index("path")
-    paths = [line[column].strip() if len(line) > column else "" for line in lines[1:]]
+    paths = [text_of_cell(line[column].strip()) if len(line) > column else "" for line in lines[1:]]
     if "" in paths:
         raise ValueError(f"{name}: row {paths.index('') + 2} has no path")
     return paths

@@ -1,7 +1,5 @@
 """Groups of a source's items, or a gallery's rows, without labels; and how well they agree with classes."""
 
-import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +10,7 @@ from numpy.typing import NDArray
 
 from nearkin import data, evaluation, training
 from nearkin.core import checks, files
+from nearkin.core.spreadsheet import csv_text
 from nearkin.data import groups as item_groups
 from nearkin.data.sources import PLAIN
 from nearkin.evaluation.arrays import Ends
@@ -179,15 +178,14 @@ def group_vectors(
 
 def write_groups(path: str | Path, groups: SourceGroups) -> None:
     """A table with one line per item, group by group, those nearest to their group first."""
-    text, sizes = io.StringIO(), np.bincount(groups.groups)
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS[: 5 if groups.labels else 4])
+    sizes = np.bincount(groups.groups)
+    lines: list[Any] = [COLUMNS[: 5 if groups.labels else 4]]
     for i in np.lexsort((-groups.central, groups.groups)).tolist():
         number = int(groups.groups[i])
         line: list[Any] = [number + 1, groups.names[i], int(sizes[number]), f"{groups.central[i]:.4f}"]
-        writer.writerow(line + ([groups.labels[i]] if groups.labels else []))
+        lines.append(line + ([groups.labels[i]] if groups.labels else []))
     with files.explained(str(path), "make room, or choose another path"):
-        files.write_text(path, text.getvalue())
+        files.write_text(path, csv_text(lines))
 
 
 def _check_choice(far: float | None, similarity: float | None, method: str | None, size: int | None) -> None:

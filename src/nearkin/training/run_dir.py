@@ -1,7 +1,5 @@
 """The folder of a run: claimed by one process, with the recipe and the items it was started with."""
 
-import csv
-import io
 import json
 import os
 import re
@@ -12,6 +10,7 @@ from typing import Any
 
 from nearkin.core import files
 from nearkin.core.files import Lock
+from nearkin.core.spreadsheet import csv_text
 from nearkin.data.benchmarks import BENCHMARKS
 from nearkin.training import exclusions
 from nearkin.training.checkpoint.checkpoints import is_checkpoint_file
@@ -139,11 +138,7 @@ def write(folder: Path, prepared: Prepared) -> None:
 
 def _table(pairs: list[dict[str, Any]]) -> str:
     """The pairs as CSV; its `path` is what `--without` reads."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, exclusions.COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(pairs)
-    return text.getvalue()
+    return csv_text([exclusions.COLUMNS, *([pair[key] for key in exclusions.COLUMNS] for pair in pairs)])
 
 
 def same_launch(folder: Path) -> bool:

@@ -1,13 +1,12 @@
 """The output of an evaluation: the lines of its table, and a JSON file that is written in full or not at all."""
 
-import csv
-import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearkin.core import files
+from nearkin.core.spreadsheet import csv_text
 
 __all__ = ["Row", "check_error_list", "sentences", "table", "writable", "write", "write_label_errors"]
 
@@ -121,12 +120,9 @@ def write_label_errors(path: Path, report: Mapping[str, Any]) -> None:
     if path.suffix.lower() == ".json":
         write(path, rows)
         return
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ("path", "label", "suggested", "score"), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    columns = ("path", "label", "suggested", "score")
     try:
-        files.write_text(path, text.getvalue())
+        files.write_text(path, csv_text([columns, *([row[key] for key in columns] for row in rows)]))
     except OSError as error:
         raise ValueError(f"{path}: could not be written ({error.strerror})") from None
 
