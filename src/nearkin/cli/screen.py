@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -39,6 +40,9 @@ __all__ += [
     "training_screen",
 ]
 
+
+# Of CUDA, of the CPU, and of more bytes than a number has room for.
+NO_MEMORY = re.compile("out of memory|can't allocate memory|calculation overflowed")
 
 app = App(
     cls=Verbs,
@@ -103,9 +107,9 @@ def one_sentence(interrupted: Callable[[], str] = lambda: "nothing was written")
         print_error(" ".join(str(error).split()), code)
         raise typer.Exit(code) from None
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
             raise
-        print_error("out of memory; use a smaller --budget, --batch or --chunk, or --device cpu", 2)
+        print_error("out of memory; use a smaller encoder, --budget, --batch or --chunk, or --device cpu", 2)
         raise typer.Exit(2) from None
     except Stopped as error:
         print_error(str(error), 128 + error.number)

@@ -37,7 +37,8 @@ __all__ += ["entry", "writable", "write"]
 READABLE = (".npz", ".npy", ".parquet", ".safetensors")
 WRITABLE = (".npz", ".safetensors", ".parquet")
 BESIDE = (".npy", ".csv", ".txt")
-_UNREADABLE = (ValueError, KeyError, EOFError, OSError, SyntaxError, zipfile.BadZipFile, zlib.error)
+_UNREADABLE: tuple[type[Exception], ...] = (ValueError, LookupError, EOFError, OSError, SyntaxError)
+_UNREADABLE += (NotImplementedError, zipfile.BadZipFile, zlib.error)
 _TENSORS = ("embeddings", "labels", "targets", "groups")
 
 

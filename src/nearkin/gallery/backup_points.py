@@ -18,7 +18,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,7 +28,8 @@ from nearkin.core.errors import CorruptBackup
 from nearkin.gallery.schema import StoredRow
 from nearkin.gallery.stores import IdArray, SumArray, sum_array
 
-__all__ = ["Point", "PointWriter", "chain_to", "last_checksum", "parse_rows", "parse_sums", "points", "read"]
+__all__ = ["Point", "PointWriter", "as_written", "chain_to", "last_checksum"]
+__all__ += ["parse_head", "parse_rows", "parse_sums", "points", "read"]
 
 FORMAT = b"nearkin backup, format 1\n"
 NAME = re.compile(r"point-(\d{6,})\.(full|part)")
@@ -160,6 +161,26 @@ def last_checksum(point: Point) -> bytes:
         file.seek(-32, 2)
         return file.read(32)
     raise CorruptBackup(f"{point.path}: is cut short or cannot be read")
+
+
+@contextmanager
+def as_written(point: Point) -> Iterator[None]:
+    """Around the parsing of its blocks: a checksum does not say that nearkin wrote them."""
+    try:
+        yield
+    except CorruptBackup:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error) as error:
+        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise CorruptBackup(f"{point.path}: is no point that nearkin wrote ({why})") from None
+
+
+def parse_head(content: bytes) -> dict[str, Any]:
+    """The first block: facts and notes, and what else it says."""
+    head: dict[str, Any] = json.loads(content)
+    if not isinstance(head["facts"], str) or not isinstance(head["notes"], dict):
+        raise TypeError("facts and notes")
+    return head
 
 
 def parse_rows(content: bytes) -> list[StoredRow]:

@@ -124,15 +124,17 @@ def _state_of(listed: Sequence[Point], progress: Progress | None = None) -> _Sta
         for point in chain:
             new_ids, new_sums = [ids], [sums]
             for kind, content, position in backup_points.read(point, checksum):
-                if kind == b"D":
-                    kept = ~np.isin(new_ids[0], np.frombuffer(content, ">i8"))
-                    new_ids[0], new_sums[0] = new_ids[0][kept], new_sums[0][kept]
-                elif kind == b"R":
-                    block_ids, block_sums = backup_points.parse_sums(content)
-                    new_ids.append(block_ids)
-                    new_sums.append(block_sums)
-                elif kind == b"H":
-                    head = json.loads(content)
+                with backup_points.as_written(point):
+                    if kind == b"D":
+                        kept = ~np.isin(new_ids[0], np.frombuffer(content, ">i8"))
+                        new_ids[0], new_sums[0] = new_ids[0][kept], new_sums[0][kept]
+                    elif kind == b"R":
+                        block_ids, block_sums = backup_points.parse_sums(content)
+                        new_ids.append(block_ids)
+                        new_sums.append(block_sums)
+                    elif kind == b"H":
+                        head = backup_points.parse_head(content)
+                        facts_of_text(str(point.path), head["facts"])
                 advance(position)
             ids, sums = np.concatenate(new_ids), np.concatenate(new_sums)
             order = np.argsort(ids, kind="stable")
@@ -252,8 +254,9 @@ def check_backup(folder: str | Path, *, progress: Progress | None = None) -> lis
                 raise CorruptBackup(f"{point.path}: continues point {before.number}, which cannot be restored")
             checksum = None if before is None else backup_points.last_checksum(Point(*before[:3]))
             for kind, content, position in backup_points.read(point, checksum):
-                if kind in blocks:
-                    blocks[kind] = json.loads(content)
+                with backup_points.as_written(point):
+                    if kind in blocks:
+                        blocks[kind] = backup_points.parse_head(content) if kind == b"H" else dict(json.loads(content))
                 advance(position)
         except CorruptBackup as error:
             problem = str(error)

@@ -77,8 +77,9 @@ def _latest_whole(home: Path) -> int:
 def _head_of(point: Point, previous: Point | None) -> tuple[Facts, dict[str, str]]:
     """Facts and notes of a point, from its first block: the length of the vectors is needed before the rows."""
     _, content, _ = next(backup_points.read(point, backup_points.last_checksum(previous) if previous else None))
-    head = json.loads(content)
-    facts = facts_of_text(str(point.path), head["facts"])
+    with backup_points.as_written(point):
+        head = backup_points.parse_head(content)
+        facts = facts_of_text(str(point.path), head["facts"])
     if facts.format != schema.FORMAT:
         raise ValueError(
             f"{point.path}: is of format {facts.format}, this version of nearkin restores format {schema.FORMAT}"
@@ -90,12 +91,16 @@ def _replay(chain: Sequence[Point], loader: Loader, progress: Progress | None) -
     checksum, advance = b"", BytesRead(chain, progress)
     for point in chain:
         for kind, content, position in backup_points.read(point, checksum):
-            if kind == b"D":
-                loader.remove(np.frombuffer(content, ">i8").tolist())
-            elif kind == b"R":
-                loader.add(backup_points.parse_rows(content))
-            elif kind == b"E" and (rows := json.loads(content)["rows"]) != loader.count:
-                raise CorruptBackup(f"{point.path}: has {loader.count:,} rows at its end, says {rows:,}")
+            with backup_points.as_written(point):
+                gone = np.frombuffer(content, ">i8").tolist() if kind == b"D" else []
+                rows = backup_points.parse_rows(content) if kind == b"R" else []
+                count = int(json.loads(content)["rows"]) if kind == b"E" else None
+            if gone:
+                loader.remove(gone)
+            if rows:
+                loader.add(rows)
+            if count not in (None, loader.count):
+                raise CorruptBackup(f"{point.path}: has {loader.count:,} rows at its end, says {count:,}")
             advance(position)
         checksum = backup_points.last_checksum(point)
         advance.next()

@@ -27,6 +27,7 @@ class Known(NamedTuple):
 
 
 LARGEST = 4096  # side of an image, as in recipes
+MAX_DIM = 2**20
 _HEAD: dict[str, Any] = {"dim": 128, "layer_norm": False, "normalize": True}
 _KNOWN = {
     known.name: known
@@ -184,6 +185,8 @@ def _check(dim: object, layer_norm: object, normalize: object, pretrained: objec
     """Arguments that every encoder has."""
     if dim is not None:
         checks.integer("dim", dim, 0)  # type: ignore[arg-type]
+        if dim > MAX_DIM:  # type: ignore[operator]
+            raise ValueError(f"dim must be at most {MAX_DIM:,}, got {dim:,}")
     checks.integer("seed", seed, 0)  # type: ignore[arg-type]
     if not isinstance(layer_norm, bool) and layer_norm != "plain":
         raise ValueError(f'layer_norm must be False, True or "plain", got {layer_norm!r}')

@@ -32,6 +32,8 @@ COMPARED = 64  # rows that are compared with the gallery's when a file is opened
 STALE, FEW, MANY = 0.2, 20_000, 200_000  # share of rows that changed since, within these numbers of rows
 TRANSACTIONS = 10_000_000  # at most, between building and opening a file
 OTHER_FORM = "of another form"  # the gallery was converted
+FIELDS: dict[str, Any] = dict.fromkeys(("next_id", "changes", "version", "queries"), int)
+FIELDS |= {"damaged": list, "other_keys": bool, "exact": bool, "recall": int | float}
 WAIT = 0.2  # seconds between two looks at a lock
 
 
@@ -409,7 +411,11 @@ def load(path: Path, facts: Facts, stored: str) -> Lists:
             if head.get("stored") != stored:
                 raise ValueError(OTHER_FORM)
             index_file.verify(file, head)
+            if not all(isinstance(head[key], kinds) for key, kinds in FIELDS.items()):
+                raise ValueError("damaged")
             return Lists(head, index_file.mapped(file, head["sections"]))
+    except (LookupError, TypeError, AttributeError, OverflowError):  # its checksum matches, and it is not ours
+        raise ValueError("damaged") from None
     except FileNotFoundError:
         raise ValueError("missing") from None
     except OSError as error:
