@@ -91,20 +91,6 @@ def test_counters_of_ended_processes_stay_and_what_was_under_way_does_not():
         assert read(first)["nearkin_enrolled_rows_total"] == 6 and "nearkin_gallery_rows" not in read(first)
 
 
-def test_a_worker_knows_when_it_has_more_connections_than_the_others():
-    with tempfile.TemporaryFile() as file:
-        file.truncate(nbytes(3))
-        named(3, 0, file.fileno())  # the supervisor has none, which says nothing
-        first, second = named(3, 1, file.fileno()), Metrics(3, 2, file.fileno(), begun=False)
-        assert not first.connected(50)  # the other one does not answer yet
-        second.begin()
-        assert first.connected(50) and not second.connected(48) and not first.connected(50) and first.connected(51)
-        assert read(first)["nearkin_connections"] == 99
-        first.forget(2)
-        assert not first.connected(51)
-    assert not Metrics().connected(1000)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="processes share a file by its descriptor")
 def test_another_process_adds_to_the_same_numbers():
     with tempfile.TemporaryFile() as file:

@@ -24,7 +24,7 @@ import pytest
 from PIL import Image
 
 from calibrations import calibration_by_hand
-from nearkin import models
+from nearkin import models, web
 from nearkin.core.errors import QueueFull
 from nearkin.data import glyphs
 from nearkin.gallery import Gallery, results
@@ -639,6 +639,22 @@ def test_large_galleries_are_looked_at_evenly(run, tmp_path):
         assert map["rows"] == 95 and map["ids"] == list(range(1, 96, 5))
 
 
+@pytest.mark.parametrize("kept", ["all", "even ids", "the last"])
+def test_a_map_of_a_large_gallery_reads_a_sample(run, tmp_path, kept, monkeypatch):
+    count, left = 3000, {"all": 3000, "even ids": 1500, "the last": 600}[kept]
+    with Gallery.open(tmp_path / "v.gallery", run) as gallery:
+        gallery.enrol(np.random.default_rng(0).normal(size=(count, 8)), "a")
+        gallery.remove({"all": [], "even ids": range(1, count, 2), "the last": range(1, 2401)}[kept])
+        read, before = [], gallery._store.rows
+        monkeypatch.setattr(gallery._store, "rows", lambda ids: read.extend(rows := before(ids)) or rows)
+        monkeypatch.setattr(gallery, "rows", lambda: pytest.fail("all rows are read"))
+        map = Explorer(gallery, most=200).map("pca")
+        assert map["rows"] == left and map["ids"] == sorted(map["ids"]) and len(read) == len(map["ids"])
+        assert 0.6 * 200 <= len(read) <= 1.4 * 200 and (kept != "even ids" or not any(id % 2 for id in read))
+        quarters = np.histogram(read, 4, (count - left if kept == "the last" else 0, count))[0]
+        assert quarters.min() > 0.6 * len(read) / 4
+
+
 # ---- the demo
 
 
@@ -844,7 +860,14 @@ def test_the_command_refuses_in_one_sentence(run, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "choose another with --port" in refusal(run, "--gallery", tmp_path / "g", "--port", port)
+    assert "port must be from 0 to 65,535, got 99999" in refusal(run, "--gallery", tmp_path / "g", "--port", 99999)
     assert "leave --gallery and --dim out" in refusal("--demo", "--gallery", "x")
+
+
+def test_nothing_sleeps_on_the_event_loop():
+    """Every request would wait for it."""
+    for path in Path(web.__file__).parent.glob("*.py"):
+        assert "time.sleep" not in path.read_text(encoding="utf-8"), path.name
 
 
 @pytest.mark.slow

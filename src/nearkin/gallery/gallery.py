@@ -57,6 +57,7 @@ PICTURE_BATCH = 256  # per transaction: encoding them takes the time
 AT_ONCE = 1 << 22  # numbers of a gallery, from which its labels are learned within a second or two
 SAME_ITEM = 1 - 1e-6  # similarity from which on two embeddings are of one and the same item
 NOTHING_ENROLLED = "nothing is enrolled"
+SPARSE = 10  # ids per row, beyond which a sample reads all rows and not ids that are mostly gone
 Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
@@ -368,6 +369,23 @@ class Gallery:
         """Every undamaged row with its vector, by id."""
         for row in self._store.scan():
             yield hit_of(row, 1.0), unpack([row.vector], self.dim)[0]
+
+    def sample(self, most: int) -> Iterator[tuple[Hit, np.ndarray[Any, np.dtype[np.float32]]]]:
+        """About `most` rows at most, evenly over the ids, as `rows` gives them; the others are not read."""
+        checks.integer("most", most, 1)
+        facts = self._store.facts()
+        assert facts is not None
+        step, last = max(1, -(-facts.rows // most)), facts.next_id - 1
+        if step == 1 or last > SPARSE * facts.rows:
+            yield from (row for n, row in enumerate(self.rows()) if n % step == 0)
+            return
+        ids = np.arange(1, last + 1, step)
+        if last > facts.rows:  # rows were removed, perhaps every other one
+            ids += np.random.default_rng(0).integers(0, step, len(ids))
+        for start in range(0, len(ids), PICTURE_BATCH):
+            rows = self._store.rows(ids[start : start + PICTURE_BATCH].tolist())
+            for row in sorted(rows.values()):
+                yield hit_of(row, 1.0), unpack([row.vector], self.dim)[0]
 
     def labels(self) -> dict[str, int]:
         """Rows per label."""

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,13 +16,12 @@ from nearkin.web.middleware import Limits
 
 __all__ = ["ACCEPTED_AT_ONCE", "listen", "on_hangup", "protocol", "server"]
 
-ACCEPTED_AT_ONCE = 16  # connections per turn of the event loop
+ACCEPTED_AT_ONCE = 2  # connections per turn of the event loop: a worker leaves the next ones to the others
 BACKLOG = 1024  # connections that the system holds before they are accepted
-# Open files that connections leave to the gallery, its index and torch, and to the connections accepted in four turns:
+# Open files that connections leave to the gallery, its index and torch, and to the connections accepted in a few turns:
 # it takes that long until another one is closed.
-RESERVE = 4 * ACCEPTED_AT_ONCE + 64
+RESERVE = 128
 MIN_CONNECTIONS = 16
-YIELD = 0.001  # seconds in which a worker with more connections than others lets these take the next ones
 _FULL = json.dumps({"error": "too many connections; try again later"}).encode()
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -74,8 +72,7 @@ def protocol(limits: Limits, log: logging.Logger, metrics: Metrics | None = None
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             connections.add(self)
-            if counted.connected(len(connections)):
-                time.sleep(YIELD)
+            counted.connected(len(connections))
             if len(connections) > maximum:
                 warn()
                 longest_idle = next(iter(idle), None)

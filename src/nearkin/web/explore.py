@@ -97,8 +97,7 @@ class Explorer:
         if self._rows is not None and self._rows[0] == state and now - self._rows[1] < MAX_AGE:
             return self._rows[2]
         total = sum(counts.values())
-        step = max(1, -(-total // self._most))
-        sample = [row for n, row in enumerate(self._gallery.rows()) if n % step == 0]
+        sample = list(self._gallery.sample(self._most))
         hits = [hit for hit, _ in sample]
         vectors = np.stack([vector for _, vector in sample]) if sample else np.empty((0, self._gallery.dim), np.float32)
         labels = sorted({hit.label for hit in hits})

@@ -23,7 +23,6 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0) 
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 499, 500, 503)  # others are "other"
 ROUTES = 64  # rows of the table; the last one is for addresses that do not exist
 OTHER = "other"
-SLACK = 2  # connections that a worker may have more than another before it lets others take the next one
 COUNTERS = {
     "nearkin_rejected_total": "Requests and connections refused with 503 because the service was full or ending.",
     "nearkin_enrolled_rows_total": "Rows added, by requests and from folders.",
@@ -60,7 +59,6 @@ class Metrics:
         else:
             self._table = np.frombuffer(mmap.mmap(file, nbytes(processes)), np.float64).reshape(processes, SIZE)
         self._own = self._table[number]
-        self._workers = slice(1 if processes > 1 else 0, None)  # without the supervisor, which has no connections
         self._lock = threading.Lock()  # of this row's writers: the event loop, and threads that enrol
         self._names: list[str] = []
         self._exact: dict[str, int] = {}
@@ -110,11 +108,9 @@ class Metrics:
         for name, items in waiting.items():
             self._own[_QUEUES + QUEUES.index(name)] = items
 
-    def connected(self, connections: int) -> bool:
-        """Open connections of this process; whether it has more than its share of those of all workers."""
+    def connected(self, connections: int) -> None:
+        """Open connections of this process."""
         self._own[_CONNECTIONS] = connections
-        answering = self._table[self._workers, _CONNECTIONS][self._table[self._workers, _PID] > 0]
-        return bool(connections > answering.min(initial=connections) + SLACK)
 
     def forget(self, number: int) -> None:
         """A process has ended: its counters stay, what was under way does not."""

@@ -138,6 +138,8 @@ def _reload_on_hangup(process: Process, loop: asyncio.AbstractEventLoop) -> None
 
 def _bind(host: str, port: int) -> socket.socket:
     checks.integer("port", port, 0)
+    if port > 65_535:  # the system would take another port without a word
+        raise ValueError(f"port must be from 0 to 65,535, got {port}; choose another with --port")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, proto)
