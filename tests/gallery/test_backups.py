@@ -336,11 +336,16 @@ def test_ctrl_c_leaves_nothing_behind(place, target, tmp_path, vectors, monkeypa
     assert content_of(target) == expected
 
 
-def test_a_full_disk_is_one_sentence(kept, tmp_path, monkeypatch):
-    def full(handle):
+@pytest.mark.parametrize("lock", [False, True], ids=["at the flush", "from the first byte on"])
+def test_a_full_disk_is_one_sentence(kept, tmp_path, monkeypatch, lock):
+    """Also where there is no room for who holds the lock: the sentence names the file that was asked for."""
+
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
+    if lock:
+        monkeypatch.setattr(os, "write", full)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=r"point-000005.full could not be written \(No space left on device\)"):
         room.backup(tmp_path / "g", kept, full=True)

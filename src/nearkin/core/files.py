@@ -144,8 +144,9 @@ class Lock:
             if _is_same_file(self._file, path):
                 break
             os.close(self._file)  # its owner removed it after we opened it and before we locked it
-        os.ftruncate(self._file, 0)
-        os.write(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        with suppress(OSError):  # a full disk: what is to be written there says so, with its name
+            os.ftruncate(self._file, 0)
+            os.write(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
 
     def close(self) -> None:
         # While still locked, so that no process locks a file that is about to go; another's file in its place stays.

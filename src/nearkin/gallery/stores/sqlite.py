@@ -454,7 +454,8 @@ class SqliteStore:
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
                 raise TimeoutError(f"{self.where}: locked by another process; waited {self.timeout:g} s") from None
-            raise ValueError(f"{self.where}: cannot be used ({error})") from None
+            room = "; make room on its disk" if "disk" in str(error) else ""  # SQLite's files beside it need some too
+            raise ValueError(f"{self.where}: cannot be used ({error}){room}") from None
         except sqlite3.DatabaseError as error:
             if "not a database" in str(error):
                 how = "nearkin gallery restore makes it from a backup"
