@@ -251,7 +251,8 @@ def test_a_client_that_hangs_up_is_no_fault_of_ours(gallery, path):
         await guarded(scope | {"http_version": "1.1", "scheme": "http", "client": ("x", 1)}, receive, send)
 
     asyncio.run(main())
-    line = json.loads(stream.getvalue())
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    (line,) = (line for line in lines if line["event"] == "request")
     assert line["status"] == 499 and line["level"] == "info" and not got
 
 

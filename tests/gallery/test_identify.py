@@ -334,4 +334,4 @@ def test_photographs_of_another_day_correct_what_a_gallery_believes_of_itself(tm
             gap = (asked_labels >= 80) - unknown
             errors.append(sum(abs(gap[bins == b].sum()) for b in range(10)) / len(gap))
         assert errors[1] < errors[0] and errors[1] < 0.1, errors
-        assert gallery._learned.of == "240 items of another day"
+        assert gallery._learned.of == "240 items of another day, 80 of them strangers'"
