@@ -1,6 +1,7 @@
 """Time and memory of open-set identification at the size of Stanford Online Products.
 
     python benchmarks/open_set.py [--items 60502] [--classes 11316] [--dim 512] [--repeats 1] [--device cpu|cuda]
+        [--of open_set|identification]
 
 Random vectors around class means. Memory is the peak of the whole process on a CPU, of what torch allocated on a GPU.
 """
@@ -19,6 +20,7 @@ def main() -> None:
     for name, default in (("items", 60_502), ("classes", 11_316), ("dim", 512), ("repeats", 1), ("budget", 512)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--of", choices=("open_set", "identification"), default="open_set")
     chosen = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(chosen.classes, (chosen.items,), generator=generator)
@@ -33,15 +35,17 @@ def main() -> None:
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    scores = evaluation.open_set(
-        rows, labels, repeats=chosen.repeats, cohort=cohort, budget=chosen.budget << 20, seed=0
-    )
+    options = {"repeats": chosen.repeats, "budget": chosen.budget << 20, "seed": 0}
+    if chosen.of == "open_set":
+        scores = evaluation.open_set(rows, labels, cohort=cohort, **options)
+    else:
+        scores = evaluation.identification(rows, labels, **options)
     seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() if cuda else _peak()
     size = f"{chosen.items} x {chosen.dim} in {chosen.classes} classes, {chosen.repeats} halves"
     print(f"{size}, {chosen.device}, {torch.get_num_threads()} threads: {seconds:.1f} s, peak {peak / 2**20:.0f} MiB")
     for entry in scores["examples"]:
-        figures = entry["methods"]["nearest"]
+        figures = entry["methods"]["nearest"] if chosen.of == "open_set" else entry
         print(entry["examples"], entry["labels"], entry["nonmated"], figures["fnir@fpir=0.01"], figures["auroc"])
 
 

@@ -3,11 +3,11 @@
     python studies/identify_defaults.py [--quick]
 
 Rugs, of which two share their colours, and glyphs, embedded by the frozen efficientnet-lite0. Galleries of 10, 30 and
-100 labels with 2, 4 or 8 rows each are asked for five other items of each label and of as many strangers; those of rugs
-also for photographs of another day, which are darker, blurred and cropped more. The regression of what came true on the
-features, relative to those of the strangers that each gallery simulates, is `DEFAULT` in
-src/nearkin/evaluation/recognition/events.py: a gallery's own weights are pulled towards it. Half of all questions of a
-gallery are of strangers. Takes about five minutes on two cores.
+100 labels with 1, 2, 4 or 8 rows each are asked for five other items of each label and of as many strangers; those of
+rugs also for photographs of another day, which are darker, blurred and cropped more. The regression of what came true
+on the features, relative to those of the strangers that each gallery simulates, is `DEFAULT` in
+src/nearkin/evaluation/recognition/events.py: a gallery's own weights are pulled towards it. Strangers count as much as
+known items.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from nearkin.evaluation.recognition.recogniser import relative
 from nearkin.evaluation.recognition.simulation import best_labels
 
 CLASSES, EACH, ASKED = 240, 14, 5
-EXAMPLES = (2, 4, 8)
+EXAMPLES = (1, 2, 4, 8)
 FIRST_DAY = 9  # photographs of a rug; the others are of another day
 Floats = NDArray[Any]
 

