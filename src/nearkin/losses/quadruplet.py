@@ -80,29 +80,27 @@ def quadruplet_loss(
 
 
 class _Rivals(NamedTuple):
-    """Of each reference the nearest anchor of another class, and the nearest of yet another one: distance and class.
+    """Of each reference the nearest anchor of another class, and the next one, of yet another class.
 
-    Whatever the anchor of a triplet, one of the two is of a third class, if there is such an anchor at all.
+    Whatever the anchor of a triplet, one of the two is of a third class, if there is such an anchor at all. All are
+    (R,) and chosen from by an equality: in the code of inductor the sums of a gradient over (2, R) are read before they
+    are complete (torch 2.13), and a choice by an inequality of int64 is wrong on CPUs without AVX-512.
     """
 
-    gap: Tensor  # (2, R) distances, with gradient
-    classes: Tensor  # (2, R) class ids
-    exists: Tensor  # (2, R) bool
+    gap: Tensor  # distance to the nearest, with gradient
+    next_gap: Tensor
+    classes: Tensor  # class id of the nearest
+    exists: Tensor  # bool
+    next_exists: Tensor
 
     def of(self, own: Tensor, columns: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Of references, all or (B, T) columns: the distance to the nearest anchor that is neither of their class nor
         of class `own` (B,), and whether there is one; each (B, R) or (B, T)."""
-        if columns is None:
-            first = self.classes[0] != own[:, None]
-            return (
-                torch.where(first, self.gap[0], self.gap[1]),
-                torch.where(first, self.exists[0], self.exists[1]),
-            )
-        number = self.gap.shape[1]
-        if not number:
+        if columns is not None and not len(self.classes):
             return self.gap.sum().expand(columns.shape), torch.zeros_like(columns, dtype=torch.bool)
-        index = torch.where(self.classes[0][columns] != own[:, None], columns, columns + number)
-        return self.gap.flatten()[index], self.exists.flatten()[index]
+        gap, next_gap, classes, exists, next_exists = (t if columns is None else t[columns] for t in self)
+        taken = classes == own[:, None]
+        return torch.where(taken, next_gap, gap), torch.where(taken, next_exists, exists)
 
 
 def _classes(labels: Labels) -> Tensor:
@@ -127,18 +125,19 @@ def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool,
 
     with torch.no_grad():
         first, second, has_first, has_second = blockwise.run(rows, swapped, max_memory=max_memory)
-    nearest = torch.stack([first, second])  # (2, R) indices of anchors
-    exists = torch.stack([has_first, has_second])
     if not own.shape[0]:
-        zeros = torch.zeros_like(exists, dtype=swapped.embeddings.dtype)
-        return _Rivals(swapped.embeddings.sum() + zeros, nearest, exists)
+        gap = swapped.embeddings.sum() + torch.zeros_like(has_first, dtype=swapped.embeddings.dtype)
+        return _Rivals(gap, gap, first, has_first, has_second)
     anchors, references = _wide(batch.embeddings, normalize), _wide(swapped.embeddings, normalize)
-    gap = (anchors[nearest] - references).square().sum(2)
-    nonzero = gap > 0
-    if not squared:
-        gap = torch.where(nonzero, torch.where(nonzero, gap, 1.0).sqrt(), 0.0)
     kind = torch.promote_types(torch.promote_types(batch.embeddings.dtype, swapped.embeddings.dtype), torch.float32)
-    return _Rivals(gap.to(kind), own[nearest], exists)
+
+    def gap_to(nearest: Tensor) -> Tensor:
+        gap = (anchors[nearest] - references).square().sum(1)
+        if not squared:
+            gap = torch.where(gap > 0, torch.where(gap > 0, gap, 1.0).sqrt(), 0.0)
+        return gap.to(kind)
+
+    return _Rivals(gap_to(first), gap_to(second), own[first], has_first, has_second)
 
 
 def _wide(x: Tensor, normalize: bool) -> Tensor:
