@@ -399,7 +399,7 @@ def test_where_the_file_cannot_be_written_the_index_is_temporary(tmp_path, monke
 
     enrolled(tmp_path / "g", rows := rows_in_classes(50), "int8").close()
 
-    def full(path, follow=True):
+    def full(path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "replacing", full)

@@ -11,24 +11,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["TEMPORARY", "Lock", "digest", "explained", "flush_folder", "is_link", "read_json", "replacing"]
-__all__ += ["write_bytes", "write_json", "write_text"]
+__all__ = ["TEMPORARY", "Lock", "digest", "explained", "flush_folder", "is_link", "read_json", "refuse_link"]
+__all__ += ["replacing", "write_bytes", "write_json", "write_text"]
 
 TEMPORARY = r"\.(?:%s)\.[0-9a-f]{8}"  # pattern of the temporary names of files whose names match %s
 _FAR = 1 << 30  # Windows locks bytes, which no other process can read then: one far behind the content
 
 
 @contextmanager
-def replacing(path: str | Path, follow: bool = True) -> Iterator[IO[bytes]]:
+def replacing(path: str | Path) -> Iterator[IO[bytes]]:
     """A binary file to write into, which replaces `path` on leaving; if anything fails, the old file stays.
 
     The temporary file is in the same folder (a rename must not cross file systems), with a leading dot. An `OSError`
-    (no room, no permission) is passed on after the temporary file is removed. follow: a link in place of the file is
-    followed, as for a path that the user has named; False: it is an `OSError`, as for a file that we name ourselves
-    in a folder that another may have made.
+    (no room, no permission) is passed on after the temporary file is removed. A link in place of the file is followed.
     """
-    if not follow and is_link(Path(path)):
-        raise OSError(errno.ELOOP, f"it is a link to {os.path.realpath(path)}, which is not followed")
     final = Path(path).resolve()
     part = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -73,6 +69,12 @@ def is_link(path: Path) -> bool:
     return path.is_symlink() or bool(getattr(path, "is_junction", bool)())  # junctions: Python 3.12 and newer
 
 
+def refuse_link(path: Path) -> None:
+    """Raises an `OSError` for a link: a file that we name ourselves is not written to another place."""
+    if is_link(path):
+        raise OSError(errno.ELOOP, f"it is a link to {os.path.realpath(path)}, which is not followed")
+
+
 @contextmanager
 def explained(what: str, way_out: str) -> Iterator[None]:
     """Turns an OSError while writing into one sentence: what, why, and what to do."""
@@ -82,18 +84,18 @@ def explained(what: str, way_out: str) -> Iterator[None]:
         raise ValueError(f"{what} could not be written ({error.strerror or error}); {way_out}") from None
 
 
-def write_bytes(path: str | Path, content: bytes, follow: bool = True) -> None:
-    with replacing(path, follow) as file:
+def write_bytes(path: str | Path, content: bytes) -> None:
+    with replacing(path) as file:
         file.write(content)
 
 
-def write_text(path: str | Path, text: str, follow: bool = True) -> None:
-    write_bytes(path, text.encode(), follow)
+def write_text(path: str | Path, text: str) -> None:
+    write_bytes(path, text.encode())
 
 
-def write_json(path: str | Path, value: Any, follow: bool = True) -> None:
+def write_json(path: str | Path, value: Any) -> None:
     """Standard JSON: a NaN or an infinity in `value` is a ValueError, not an unreadable file."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", follow)
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -71,7 +71,8 @@ def calibrate(
     plain[results.CHECKSUM] = files.digest(plain)
     path = results.calibration_file(folder, info.short)
     with files.explained(f"{path}", "make room, or let it be written there"):
-        files.write_json(path, plain, follow=False)
+        files.refuse_link(path)
+        files.write_json(path, plain)
     return plain
 
 

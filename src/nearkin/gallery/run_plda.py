@@ -113,4 +113,6 @@ def _write(info: EncoderInfo, views: int, model: PLDA) -> None:
         spread=np.array(model.spread),
         tried=tried,
     )
-    files.write_bytes(_path(info, views), out.getvalue(), follow=False)
+    path = _path(info, views)
+    files.refuse_link(path)
+    files.write_bytes(path, out.getvalue())

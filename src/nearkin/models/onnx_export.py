@@ -61,7 +61,8 @@ def export_onnx(
             f"onnxruntime differs from the encoder by {worst:.2g}, more than {tolerance:g}; nothing written"
         )
     with files.explained(str(path), "make room, or choose another place"):
-        files.write_bytes(path, content, follow=False)
+        files.refuse_link(Path(path))
+        files.write_bytes(path, content)
     return worst
 
 

@@ -194,12 +194,11 @@ class DiskIndex:
         way_out = "it is in a temporary file, and made again at the next opening"
         arguments = (self.index_path.parent, self._progress)
         try:
-            with (
-                files.explained(f"{self.index_path}: the index", way_out),
-                files.replacing(self.index_path, False) as file,
-            ):
-                files.hold(file)
-                lists = index_build.build(reader, facts, form, file, *arguments)
+            with files.explained(f"{self.index_path}: the index", way_out):
+                files.refuse_link(self.index_path)
+                with files.replacing(self.index_path) as file:
+                    files.hold(file)
+                    lists = index_build.build(reader, facts, form, file, *arguments)
             self._file = sqlite_file.file_id(self.index_path)
         except ValueError as error:
             if way_out not in str(error):

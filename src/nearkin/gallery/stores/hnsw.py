@@ -118,9 +118,11 @@ def save(path: Path, graph: Graph, gallery: str) -> None:
         "sha256": hashlib.sha256(content).hexdigest(),
     }
     way_out = "the gallery is complete, and searched without it"
-    with files.explained(f"{path}: the search index", way_out), files.replacing(path, False) as file:
-        file.write(json.dumps(head).encode() + b"\n")
-        file.write(content)
+    with files.explained(f"{path}: the search index", way_out):
+        files.refuse_link(path)
+        with files.replacing(path) as file:
+            file.write(json.dumps(head).encode() + b"\n")
+            file.write(content)
 
 
 def load(path: Path, gallery: str) -> Graph:
