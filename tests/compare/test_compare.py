@@ -380,9 +380,7 @@ def test_the_plan_is_a_command():
 
 @pytest.mark.slow
 def test_a_worker_without_its_source_says_so_and_a_pool_closes_in_the_middle(setup, source, tmp_path):
-    missing = ProcessPool(
-        2, _WorkerArguments({"data": {"source": str(tmp_path / "none.npz")}}, str(tmp_path), False, False)
-    )
+    missing = ProcessPool(2, _WorkerArguments({"data": {"source": str(tmp_path / "none.npz")}}, str(tmp_path), False))
     missing.submit(job())
     with pytest.raises(ValueError, match=r"none\.npz"):
         missing.wait(None)

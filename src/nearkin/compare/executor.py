@@ -95,7 +95,7 @@ class _WorkerArguments(NamedTuple):
     recipe: dict[str, Any]
     models: str
     cuda: bool
-    allow_outside: bool
+    allow_outside: bool = False
 
 
 class ProcessPool:

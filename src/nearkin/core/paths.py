@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "is_inside"]
+__all__ = ["cache_dir", "homes", "is_inside"]
 
 
 def cache_dir() -> Path:
@@ -14,9 +14,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path("~/.cache").expanduser()) / "nearkin"
 
 
-def is_inside(path: str, folder: str) -> bool:
-    """Whether a path stays within a folder; links within the folder may lead elsewhere, a path with ".." may not."""
-    home = os.path.join(os.path.abspath(folder), "")
-    if ".." not in Path(path).parts and os.path.abspath(path).startswith(home):
-        return True
-    return os.path.realpath(path).startswith(os.path.join(os.path.realpath(folder), ""))
+def homes(*folders: str | Path) -> tuple[str, ...]:
+    """The names of folders, as `is_inside` takes them: as they are written, and without links."""
+    return tuple(os.path.join(name(folder), "") for folder in folders for name in (os.path.abspath, os.path.realpath))
+
+
+def is_inside(path: str, homes: tuple[str, ...]) -> bool:
+    """Whether a path stays within one of the folders, by its name alone; links in them may lead elsewhere."""
+    return os.path.abspath(path).startswith(homes)

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from nearkin.core import checks
 from nearkin.core.errors import NotAllowed
-from nearkin.core.paths import is_inside
+from nearkin.core.paths import homes, is_inside
 from nearkin.data.byte_limit import check_bytes, read_file
 from nearkin.data.file_tree import printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
@@ -37,10 +37,10 @@ class ArrowPictures:
     """The pictures of a column, as bytes; `rows` are rows of the dataset."""
 
     def __init__(
-        self, dataset: Any, column: str, rows: NDArray[np.int64] | None = None, homes: Sequence[str] | None = None
+        self, dataset: Any, column: str, rows: NDArray[np.int64] | None = None, home: tuple[str, ...] | None = None
     ) -> None:
-        """homes: folders that the paths of pictures must stay within; None: they may be anywhere."""
-        self.dataset, self.column, self.homes = dataset, column, homes
+        """home: `homes` of the folders that the paths of pictures must stay within; None: they may be anywhere."""
+        self.dataset, self.column, self.home = dataset, column, home
         self.rows = np.arange(len(dataset)) if rows is None else rows
         self._arrow = dataset.with_format("arrow")
         states = [os.stat(file["filename"]) for file in dataset.cache_files]
@@ -61,7 +61,7 @@ class ArrowPictures:
         return content
 
     def _inside(self, path: str, row: str) -> str:
-        if self.homes is not None and not any(is_inside(path, home) for home in self.homes):
+        if self.home is not None and not is_inside(path, self.home):
             raise NotAllowed(
                 f"{row} names a file outside of the dataset's folder, {printable(path)}; --allow-outside "
                 "(allow_outside=True) reads it"
@@ -72,7 +72,7 @@ class ArrowPictures:
         return f"{self._stamp}\n{self.column} {self.rows[i]}"
 
     def take(self, indices: ArrayLike) -> "ArrowPictures":
-        return ArrowPictures(self.dataset, self.column, self.rows[checks.indices(indices, len(self))], self.homes)
+        return ArrowPictures(self.dataset, self.column, self.rows[checks.indices(indices, len(self))], self.home)
 
 
 def read(
@@ -90,7 +90,7 @@ def read(
     if group_column not in (None, UNUSED):
         options["group"] = str(group_column)
     parts = _opened(source, place, options)
-    homes = None if allow_outside else _homes(source, place, parts)
+    home = None if allow_outside else _home(source, place, parts)
     image, features = _image_column(source, parts, options), next(iter(parts.values())).features
     label = _label_column(source, features, image, options) if labelled or "label" in options else None
     group = None if group_column == UNUSED else options.get("group")
@@ -109,7 +109,7 @@ def read(
         classes=classes,
         labels=labels,
         split=split,
-        pictures=Several([ArrowPictures(rows, image, homes=homes) for rows in undecoded]),
+        pictures=Several([ArrowPictures(rows, image, home=home) for rows in undecoded]),
         groups=None if group is None else columns[group],
         note=f"{source}: " + (f"its own split ({', '.join(sorted(set(split)))})" if split else "no split of its own"),
         ignored=[f'column "{c}", which is not used' for c in features if c not in (image, *columns)],
@@ -147,20 +147,18 @@ def _opened(source: str, place: str, options: dict[str, str]) -> dict[str, Any]:
     return {name.lower(): rows for name, rows in parts.items()}
 
 
-def _homes(source: str, place: str, parts: dict[str, Any]) -> list[str]:
+def _home(source: str, place: str, parts: dict[str, Any]) -> tuple[str, ...]:
     """Where the files of a dataset may be: its folder, or the library's caches."""
     folder = Path(place).expanduser()
     if not folder.is_dir():
         config, hub = importlib.import_module("datasets").config, importlib.import_module("huggingface_hub").constants
-        return [
-            os.fspath(path) for path in (config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, hub.HF_HUB_CACHE)
-        ]
+        return homes(config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, hub.HF_HUB_CACHE)
     for file in (file["filename"] for rows in parts.values() for file in rows.cache_files):
-        if not is_inside(file, os.fspath(folder)):
+        if not is_inside(file, homes(folder)):
             raise NotAllowed(
                 f"{source}: its {printable(file)} is outside of it, which --allow-outside (allow_outside=True) allows"
             )
-    return [os.fspath(folder)]
+    return homes(folder)
 
 
 def _library(source: str) -> Any:

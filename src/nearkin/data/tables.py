@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearkin.core.errors import NotAllowed
-from nearkin.core.paths import is_inside
+from nearkin.core.paths import homes, is_inside
 from nearkin.data import vector_files
 from nearkin.data.file_tree import Files, printable
 from nearkin.data.folders import SPLIT_NAMES, numbered
@@ -63,15 +63,16 @@ def read(
     _unique(table)
     base = path.parent if root is None else root
     paths = [os.path.join(base, cell) for cell in columns["path"]]
-    if not allow_outside:
-        inside = {cell: is_inside(path, os.fspath(base)) for cell, path in zip(columns["path"], paths, strict=True)}
+    home, path_of = homes(base), dict(zip(columns["path"], paths, strict=True))
+    outside = set() if allow_outside else {cell for cell, path in path_of.items() if not is_inside(path, home)}
+    there = {cell for cell, path in path_of.items() if cell in outside or os.path.isfile(path)}
+    _refuse(table, "path", f"name files that are not there (paths start at {base})", lambda cell: cell not in there)
+    if outside:  # of which none is looked at: it may be on another machine
         what = f"name files outside of {base}, which --allow-outside (allow_outside=True) allows"
         try:
-            _refuse(table, "path", what, lambda cell: not inside[cell])
+            _refuse(table, "path", what, lambda cell: cell in outside)
         except ValueError as error:
             raise NotAllowed(str(error)) from None
-    exists = dict(zip(columns["path"], map(os.path.isfile, paths), strict=True))
-    _refuse(table, "path", f"name files that are not there (paths start at {base})", lambda cell: not exists[cell])
     group = _group_column(table, group_column)
     labels, targets = columns.get("label"), _targets(table, group) if labelled else None
     if labels is None and targets is None and labelled:
