@@ -191,7 +191,9 @@ def test_a_pretraining_on_code_goes_on_where_it_is_typed_again(code):
     words = ("train", "--resume", "pretrained", "--quiet")
     assert "which no file can ask for" in output_of(run(*words), 2)
     assert "resume takes the recipe of the run" in output_of(run(*words, "--unlabelled", CODE, "--lr", 1), 2)
-    assert "and no other; got photos" in output_of(run(*words, "--unlabelled", "photos"), 2) and not code.exists()
+    assert "resume takes the recipe of the run" in output_of(run(*words, "--unlabelled", "photos"), 2)
+    other = output_of(run(*words, "--unlabelled", "dataset:shutil:rmtree"), 2)
+    assert f"its unlabelled.folder is {CODE}, as the run has recorded it" in other and not code.exists()
     output_of(run(*words, "--unlabelled", CODE))
     assert code.exists()
 

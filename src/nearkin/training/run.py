@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin import models
+from nearkin.data.map_dataset import PREFIX as CODE
 from nearkin.dist.group import ProcessGroup
 from nearkin.dist.rendezvous import join
 from nearkin.training import final_test, interpolation, pretraining, run_dir, step
@@ -355,15 +356,16 @@ def _recipe_of(
 
 
 def _typed_again(source: Any, settings: Settings) -> dict[str, str] | None:
-    """The sources that are named beside a run that resumes, by their keys; None where more than these is chosen.
+    """The sources that are code and named beside a run that resumes, by their keys; None where more is chosen.
 
-    They change nothing: they are the user's word that they may be read, where they are code.
+    They change nothing: they are the user's word that this code may be run.
     """
     sets = [*_assignments({} if source is None else {"data.source": str(source)}), *_assignments(settings)]
     recipe = recipes.read(None, sets)
     typed = {"data.source": recipe.data.source, "unlabelled.folder": str(recipe.unlabelled.folder)}
     keys = recipe.explicit_keys
-    return {key: typed[key] for key in sorted(keys)} if keys <= typed.keys() else None
+    only_code = keys <= typed.keys() and all(typed[key].startswith(CODE) for key in keys)
+    return {key: typed[key] for key in sorted(keys)} if only_code else None
 
 
 def _assignments(settings: Settings) -> list[str]:
