@@ -135,7 +135,7 @@ def test_names_of_uploads_are_never_opened(gallery, photos, monkeypatch):
 
 
 def test_too_large_a_file_is_not_read(gallery, photos, monkeypatch):
-    monkeypatch.setattr(matched_parts, "MAX_BYTES", 10)
+    monkeypatch.setattr(matched_parts, "MAX_FILE", 10)
     assert gallery.explain(file_of(3), id_of(gallery, "kind1/1.png")).source == "thumbnail"
 
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from nearkin import models
 from nearkin.core.errors import MissingRow, NoPicture
 from nearkin.data import augment, decode
-from nearkin.data.byte_limit import MAX_BYTES, read_file
+from nearkin.data.byte_limit import MAX_BYTES as MAX_FILE
+from nearkin.data.byte_limit import read_file
 from nearkin.gallery.items import Encoding, RawItem, decode_items, hash_items
 from nearkin.gallery.schema import row_encoder, unpack
 from nearkin.gallery.stores import Store
@@ -131,7 +132,7 @@ def has_original(name: str) -> bool:
         return False
     with suppress(OSError, ValueError):
         path = Path(name)
-        return path.is_file() and path.stat().st_size <= MAX_BYTES
+        return path.is_file() and path.stat().st_size <= MAX_FILE
     return False
 
 
