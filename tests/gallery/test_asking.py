@@ -1,12 +1,14 @@
 """A whole source asked of a gallery: who is on each item, and what photographs of another day teach."""
 
+import json
+
 import numpy as np
 import pytest
 from test_gallery import a_run
 
 from commands import photos
 from nearkin import gallery as room
-from nearkin.gallery import Gallery, LabelConflict, asking
+from nearkin.gallery import Gallery, LabelConflict, asking, recognition
 from nearkin.gallery.answers import Asked
 
 
@@ -178,3 +180,15 @@ def test_wrong_labels_are_refused(tmp_path, labels, sentence):
         with pytest.raises((ValueError, TypeError), match=sentence):
             gallery.calibrate(new[:40], labels)
         assert gallery.stats()["learned"].items() <= before.items()
+
+
+@pytest.mark.parametrize("damage", [{"state": [1, 2, 3, 4]}, {"state": ["x", 1, 2]}, {"state": 7}, {"of": None}])
+def test_a_note_that_another_version_wrote_is_made_again(tmp_path, damage):
+    (rows, labels), (new, _) = world(6)
+    with Gallery.open(tmp_path / "v", dim=16) as gallery:
+        gallery.enrol(rows, labels)
+        gallery.calibrate()
+        plain = json.loads(gallery._store.note(recognition.KEY)) | damage
+        gallery._store.edit(recognition.KEY, lambda *_: ({}, json.dumps(plain)))
+        with Gallery.open(tmp_path / "v") as again:
+            assert again.identify(new[0]).p_right is not None and again.stats()["learned"]["labels"] == 20

@@ -181,7 +181,8 @@ def load(store: Store, facts: Facts) -> Recognition | None:
         far = plain["far"]
         score, expected, at_most = (np.array(far[name], float) for name in ("score", "expected", "at_most"))
         curve = events.Far(score, expected, at_most, int(far["classes"]))
-        fields = (str(plain["key"]), plain["encoder"], plain["state"], plain["labels"], plain["items"])
+        rows, next_id, changes = (int(number) for number in plain["state"])
+        fields = (str(plain["key"]), plain["encoder"], [rows, next_id, changes], plain["labels"], plain["items"])
         return Recognition(Recogniser(**arrays, far=curve), *fields, plain["date"], plain["of"])
     except (ValueError, KeyError, TypeError):
         return None
