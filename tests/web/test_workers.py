@@ -92,6 +92,16 @@ class Service:
         body, headers = form_of(picture(n), "items")
         return self.post("/api/enrol", head + body, headers)
 
+    def verify(self, a, b):
+        body, headers = form_of(picture(b), "b")
+        head, end = form_of(picture(a), "a")[0], b"--q--\r\n"
+        status, answer = self.post("/api/verify", head.removesuffix(end) + body, headers)
+        assert status == 200, answer
+        return answer
+
+    def identify(self, n):
+        return self.post("/api/identify", *form_of(picture(n)))[1]
+
     def search(self, n):
         return self.post("/api/search?k=1", *form_of(picture(n)))
 
@@ -290,9 +300,10 @@ def test_the_run_is_read_again_and_a_bad_one_is_refused(run, tmp_path):
             threads = [threading.Thread(target=ask) for _ in range(3)]
             for thread in threads:
                 thread.start()
-            calibrated = lambda service=service: {  # noqa: E731
-                service.post("/api/identify", *form_of(picture(4)))[1]["confidence"] is not None for _ in range(4)
-            }
+
+            def calibrated(service=service):  # of pairs: the run's own calibration
+                return {service.verify(4, 5)["same_probability"] is not None for _ in range(4)}
+
             assert calibrated() == {True}
             point(link, "broken")
             status, refusal = service.post("/api/reload")
@@ -398,6 +409,28 @@ def test_ctrl_c_ends_it_in_order(run, tmp_path):
         assert len(service.events("stopped")) == 1 and "Traceback" not in service.log.read_text()
 
 
+# ---- what is learned from labels
+
+
+def test_the_supervisor_learns_and_every_worker_answers_by_that(run, tmp_path):
+    for place in places(tmp_path, run):
+        with serving(run, place, tmp_path) as service:
+            for n in range(100, 140):
+                assert service.enrol(n, f"new {n // 5}")[0] == 200
+            until = time.monotonic() + 120
+            while True:
+                answers = [service.identify(900) for _ in range(12)]
+                if answers[0]["classes"] == 12 and all(answer == answers[0] for answer in answers):
+                    break
+                assert time.monotonic() < until, answers
+            assert answers[0]["p_right"] is not None and answers[0]["note"] == ""
+            with Gallery.open(place, run, device="cpu") as gallery:
+                assert gallery.stats()["learned"]["labels"] == 12
+                assert gallery.identify(picture(900)).p_right == pytest.approx(answers[0]["p_right"], abs=1e-6)
+            assert {line["worker"] for line in service.events("request")} == {1, 2}
+            assert service.stop() == (0, []) and "not learned" not in service.log.read_text()
+
+
 # ---- a folder
 
 
@@ -421,6 +454,13 @@ def test_a_folder_is_enrolled_while_workers_answer(tmp_path):
             state = stats["enrolling"]
             time.sleep(0.1)
         assert stats["rows"] == 12
+        answered = 0  # by either worker, without a reload
+        while answered < 8:
+            assert time.monotonic() < until
+            with connect(address) as connection:
+                answer = json.loads(sent(connection, *form_of(picture(900, size=(64, 64))))[1])
+            answered = answered + 1 if answer["p_right"] is not None else 0
+        assert '"event": "reloaded"' not in (tmp_path / "log").read_text()
     finally:
         process.terminate()
         process.wait(60)
