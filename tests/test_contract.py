@@ -125,12 +125,24 @@ def needs(module, x, labels, bytes):
     return bytes
 
 
+def takes_blocks(module, x, labels):
+    """Whether there are blocks of classes under these settings; otherwise `max_memory` is refused with a sentence."""
+    try:
+        module.max_memory = 1
+        module(x, labels)
+    except ValueError as error:
+        return "must be left out" not in str(error)
+    finally:
+        module.max_memory = None
+    return True
+
+
 def routes(module, x, labels):
     """Settings by which a loss is computed in another way: without kernels or logits, and in blocks."""
     yield {}
     if hasattr(module, "impl"):
         yield {"impl": "torch"}
-    if hasattr(module, "max_memory"):
+    if hasattr(module, "max_memory") and takes_blocks(module, x, labels):
         least = 1
         while (needed := needs(module, x, labels, least)) > least:
             least = needed

@@ -143,7 +143,7 @@ def test_enrolling_learns_who_is_who_and_a_few_labels_say_so(tmp_path):
     assert (learned["items"], learned["labels"], learned["of"]) == (72, 12, "its own labels")
     assert "72 items of 12 labels, on 20" in output_of(run("gallery", "stats", tmp_path / "g"))
     out = output_of(run("enrol", "run", "photos/class1", "--label", "one", "--gallery", tmp_path / "few"))
-    assert "6 in all\n" in out and "note: nothing is learned from its labels: at least 3 labels are needed" in out
+    assert "6 in all\n" in out and "note: nothing is learned from its labels yet: at least 3 labels are needed" in out
     document = json.loads(output_of(run("enrol", "run", "photos", "--gallery", tmp_path / "g", "--json")))
     assert document["learned"] == learned and document["note"] is None
 

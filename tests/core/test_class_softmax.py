@@ -276,13 +276,15 @@ def test_frozen_weights_and_frozen_anchors(monkeypatch):
 
 
 def test_proxies_without_a_pass_are_dense(monkeypatch):
-    """Several proxies a class and the dynamic assignment take the arguments and stay as they are."""
+    """Several proxies a class and the dynamic assignment take `impl`, and refuse `max_memory`, as there are no blocks."""
     monkeypatch.setattr(class_softmax, "class_softmax", None)
     x, labels, weight = batch((9, 8, 4))
     for overrides in ({"proxies_per_class": 2}, {"assignment": "dynamic"}):
         labels = labels % 4
         dense = losses.proxy_nca_loss(x, labels, weight, **overrides)
-        assert torch.equal(losses.proxy_nca_loss(x, labels, weight, impl="torch", max_memory=2**20, **overrides), dense)
+        assert torch.equal(losses.proxy_nca_loss(x, labels, weight, impl="torch", **overrides), dense)
+        with pytest.raises(ValueError, match="max_memory must be left out"):
+            losses.proxy_nca_loss(x, labels, weight, max_memory=2**20, **overrides)
     with pytest.raises(ValueError, match='unknown impl "cuda"'):
         losses.proxy_nca_loss(x, labels, weight, assignment="dynamic", impl="cuda")
 

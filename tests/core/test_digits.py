@@ -85,6 +85,9 @@ def test_duplicates_are_at_distance_exactly_0(forced):
         assert int((distance == 0).sum()) == 120
 
 
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm)
+
+
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
     """Products of float64 that were made, as the shapes of their results."""
 
@@ -94,7 +97,7 @@ class Products(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         result = function(*arguments, **(keywords or {}))
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+        if function.overloadpacket in PRODUCTS:
             self.all += 1
             if result.dtype == torch.float64:
                 self.wide.append(tuple(result.shape))

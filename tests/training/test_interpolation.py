@@ -365,9 +365,9 @@ def test_targets_are_chosen_by_their_own_metric(tmp_path, hues):
     for path in sorted((hues / "hues").glob("*/*.png")):
         angle = 2 * math.pi * int(path.parent.name[5:]) / 40
         lines.append(f"{path},{math.cos(angle):.4f},{math.sin(angle):.4f}")
-    (tmp_path / "hues.csv").write_text("\n".join(lines))
+    (hues / "hues.csv").write_text("\n".join(lines))
     sets = [s for s in standin.SETS if not s.startswith(("loss.", "sampler.per_class", "data.source"))]
-    recipe = read(None, [*sets, f'data.source="{tmp_path}/hues.csv"', "loss.name=logratio"])
+    recipe = read(None, [*sets, f'data.source="{hues}/hues.csv"', "loss.name=logratio"])
     facts = training.train(recipe, tmp_path / "run").results["interpolation"]
     assert facts["metric"] == "ndcg@10" and facts["unit"] == "items" and "nDCG@10" in facts["sentence"]
     assert len(facts["curve"]) == 5

@@ -226,7 +226,7 @@ def test_evaluate_measures_any_length_and_says_if_it_was_not_trained_for(there):
         assert result.exit_code == 0 and f"× {dim}" in result.stdout
         assert (f"{folder} was not trained for {dim} dimensions" in result.stderr) == noted
     assert "dim must be <= 8" in output_of(run("evaluate", "plain", "--dim", 9), 2)
-    assert "--dim and --part are for the folder of a run" in output_of(run("evaluate", "vectors.npz", "--dim", 4), 2)
+    assert "--dim: for the folder of a run, got a file" in output_of(run("evaluate", "vectors.npz", "--dim", 4), 2)
 
 
 def test_export_is_the_short_encoder(there, tmp_path):
