@@ -276,7 +276,7 @@ def test_frozen_weights_and_frozen_anchors(monkeypatch):
 
 
 def test_proxies_without_a_pass_are_dense(monkeypatch):
-    """Several proxies a class and the dynamic assignment take `impl`, and refuse `max_memory`, as there are no blocks."""
+    """Several proxies a class and the dynamic assignment take `impl`, and refuse `max_memory`: they have no blocks."""
     monkeypatch.setattr(class_softmax, "class_softmax", None)
     x, labels, weight = batch((9, 8, 4))
     for overrides in ({"proxies_per_class": 2}, {"assignment": "dynamic"}):
