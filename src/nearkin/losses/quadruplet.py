@@ -98,9 +98,12 @@ class _Rivals(NamedTuple):
         of class `own` (B,), and whether there is one; each (B, R) or (B, T)."""
         if columns is not None and not len(self.classes):
             return self.gap.sum().expand(columns.shape), torch.zeros_like(columns, dtype=torch.bool)
-        gap, next_gap, classes, exists, next_exists = (t if columns is None else t[columns] for t in self)
-        taken = classes == own[:, None]
-        return torch.where(taken, next_gap, gap), torch.where(taken, next_exists, exists)
+        if columns is None:
+            taken = self.classes == own[:, None]
+            return torch.where(taken, self.next_gap, self.gap), torch.where(taken, self.next_exists, self.exists)
+        # One gather for both, whose place is a sum: inductor refuses the gradients of two on several threads.
+        index = columns + len(self.classes) * (self.classes[columns] == own[:, None])
+        return torch.cat([self.gap, self.next_gap])[index], torch.cat([self.exists, self.next_exists])[index]
 
 
 def _classes(labels: Labels) -> Tensor:
