@@ -32,7 +32,8 @@ def touched():
 @pytest.mark.parametrize(
     "made, settings, sentence",
     [
-        (MLP, {"dim": HUGE}, r"head.projection.weight is \(8, 16\), \(1000000000, 16\) expected"),
+        (MLP, {"dim": HUGE}, r"dim must be at most 1,048,576, got 1,000,000,000$"),
+        (MLP, {"dim": 2**20}, r"head.projection.weight is \(8, 16\), \(1048576, 16\) expected"),
         (MLP, {"features": HUGE}, r"mean is \(12,\), \(1000000000,\) expected"),
         (MLP, {"hidden": [HUGE]}, r"is \(16, 12\), \(1000000000, 12\) expected|is \(16,\), \(1000000000,\) expected"),
         (MLP, {"hidden": [HUGE, HUGE]}, "names differ|describes no encoder"),
@@ -46,7 +47,7 @@ def touched():
         ({"name": "small-cnn", "size": 16, "width": 2}, {"width": 10**6}, "does not fit its description"),
         ({"name": "small-cnn", "size": 16, "width": 2}, {"channels": HUGE}, "does not fit its description"),
         ({"name": "small-cnn", "size": 16, "width": 2}, {"grid": 10**5}, "does not fit its description"),
-        ({"name": "efficientnet-lite0", "pretrained": False}, {"dim": HUGE}, r"\(1000000000, 1280\) expected"),
+        ({"name": "efficientnet-lite0", "pretrained": False}, {"dim": 2**20}, r"\(1048576, 1280\) expected"),
         ({"name": "efficientnet-lite0", "pretrained": False}, {"size": 10**6}, "size must be <= 4096, got 1000000"),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_run_that_began_before_resumes_as_it_was(ten, tmp_path):
     text = (folder / "recipe.toml").read_text()
     (folder / "recipe.toml").write_text(text.replace("keep_start = true\n", ""))
     start = json.loads((folder / "data.json").read_text())
-    del start["notes"]
+    del start["notes"], start["keep_start"]
     (folder / "data.json").write_text(json.dumps(start | {"recipe": read(folder / "recipe.toml").digest()}))
     for path in (*(folder / "checkpoints").iterdir(), folder / "metrics.jsonl"):
         path.unlink()  # checkpoints name the digest of the recipe; the run starts again

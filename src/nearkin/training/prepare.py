@@ -184,8 +184,9 @@ def prepare(
     parts = left.parts
     notes = [*split_notes, *notes, *defaults.finetune_note(recipe, items, parts)]
     recipe = defaults.settle(recipe, items, parts)
-    if start is None and not recipe.pretrained and recipe.compatible.run is None and recipe.training.keep_start is None:
-        recipe = recipe.with_("training", keep_start=True)  # not of runs that began before there was this key
+    chosen = True if start is None else start.get("keep_start")  # None: the run began before there was this key
+    if not recipe.pretrained and recipe.compatible.run is None and recipe.training.keep_start is None:
+        recipe = recipe.with_("training", keep_start=chosen)
     level_loss.check_levels(recipe, items)
     report = data.inspect(items, parts, digests=digests or None, bad=bad) | left.record
     if old is not None:

@@ -120,6 +120,7 @@ def write(folder: Path, prepared: Prepared) -> None:
     start: dict[str, Any] = {
         "fingerprint": prepared.fingerprint,
         "recipe": prepared.recipe.digest(),
+        "keep_start": prepared.recipe.training.keep_start,
         "began_in": str(Path.cwd()),
     }
     if _launch() is not None:
