@@ -387,6 +387,16 @@ def lifted_structure(
     return reduced(x, terms, reduction)
 
 
+def generalized_lifted(x, positive, negative, references=None, *, margin=1.0, normalize=False, reduction="mean"):
+    d = distances(x, references, normalize=normalize)
+    terms = [[] for _ in x]
+    for i in range(len(x)):
+        near, far = columns(positive, i), columns(negative, i)
+        if near and far:
+            terms[i].append((logsumexp([d[i][j] for j in near]) + logsumexp([margin - d[i][k] for k in far])).relu())
+    return reduced(x, terms, reduction)
+
+
 def npair(x, positive, negative, references=None, *, penalty=0.002, reduction="mean"):
     """In a batch alone an item without a positive before it is an anchor, any other a reference.
 

@@ -17,7 +17,7 @@ CASES = [
     case
     for case in LOSSES
     if case.pairs
-    and "max_memory" in inspect.signature(type(case.build()).__init__).parameters
+    and "max_memory" in inspect.signature(type(case.build())).parameters
     and case.name not in WHOLE
 ]
 IDS = [case for case in CASES if not case.graded]
@@ -30,15 +30,20 @@ SIZES = (1, 5, 12)  # rows a block, of 13
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Counts the blocks that were made."""
+    """The first rows of the blocks that were made, in turn."""
     made = []
-    plain = blockwise.recomputed
+    plain = blockwise._parts
 
-    def counting(function, start, *rest, **more):
-        made.append(start)
-        return plain(function, start, *rest, **more)
+    def counting(*arguments):
+        part, *rest = plain(*arguments)
 
-    monkeypatch.setattr(blockwise, "recomputed", counting)
+        def counted(start, *more):
+            made.append(start)
+            return part(start, *more)
+
+        return counted, *rest
+
+    monkeypatch.setattr(blockwise, "_parts", counting)
     return made
 
 
@@ -78,6 +83,7 @@ def assert_equal(got, expected, tolerance=1e-12):
 def test_all_that_should_be_are_covered():
     names = {type(case.build()).__name__ for case in CASES}
     expected = "Contrastive Margin MultiSimilarity Circle SupCon InfoNCE NPair LiftedStructure Triplet LosslessTriplet"
+    expected += " GeneralizedLifted Sigmoid Quadruplet"
     assert names >= {f"{name}Loss" for name in (*expected.split(), "LogRatio", "FastAP", "SmoothAP")}
 
 
@@ -338,15 +344,28 @@ def test_a_queue_may_move_on_before_the_gradient_comes_by(dtype):
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_a_mask_may_not():
+def test_a_mask_may_not_where_blocks_are_made_again():
     case = next(c for c in CASES if c.name == "SupConLoss")
     module, (x, labels) = case.build(), batch_of(case)
     module.max_memory = room(3, x)
-    relation = relations.Relation(*masks(labels))
+    relation = relations.Relation(*(mask.clone() for mask in masks(labels)))
     value = module(x.requires_grad_(), relation)
+    [expected] = torch.autograd.grad(module(x, labels), x)
+    module.reduction = "none"
+    each = module(x, relation)
     relation.positive.zero_()
+    assert torch.equal(torch.autograd.grad(value, x)[0], expected), "made with the value"
     with pytest.raises(RuntimeError, match="labels must not change in place between a loss and its backward"):
-        value.backward()
+        each.sum().backward()
+
+
+@every_reduced
+def test_a_number_to_train_on_computes_each_block_once(case, blocks):
+    module, (x, labels) = case.build(), batch_of(case)
+    run(module, room(5, x), x, labels)
+    single = sorted(set(blocks))
+    passes = {"LiftedStructureLoss": 2, "LiftedStructureLoss-max": 2, "NPairLoss": 1, "QuadrupletLoss": 2}
+    assert single == [0, 5, 10] and len(blocks) <= 3 * 4, passes
 
 
 @pytest.mark.slow
