@@ -16,9 +16,7 @@ WHOLE = ("ContrastiveLoss-hard", "TripletLoss-hard-swap")  # their selection loo
 CASES = [
     case
     for case in LOSSES
-    if case.pairs
-    and "max_memory" in inspect.signature(type(case.build())).parameters
-    and case.name not in WHOLE
+    if case.pairs and "max_memory" in inspect.signature(type(case.build())).parameters and case.name not in WHOLE
 ]
 IDS = [case for case in CASES if not case.graded]
 PLAIN = [case for case in IDS if "classes" not in case.name and not case.by_class]

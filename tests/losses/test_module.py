@@ -10,7 +10,6 @@ from cases import CLASSES, DIM, LOSSES
 from nearkin import losses, mining
 from nearkin.losses.engine import PairLoss
 from nearkin.losses.module import LossModule
-from nearkin.losses.settings import Loss
 from test_contract import function_of
 
 MODULES = {name: getattr(losses, name) for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
@@ -242,9 +241,7 @@ def test_a_misspelt_setting_is_refused_and_an_attribute_of_your_own_is_not(name)
 
 
 def test_a_setting_of_another_loss_is_refused():
-    with pytest.raises(
-        AttributeError, match='unknown setting "margin"; known: temperature, reduction, max_memory'
-    ):
+    with pytest.raises(AttributeError, match='unknown setting "margin"; known: temperature, reduction, max_memory'):
         losses.SupConLoss().margin = 0.3
     losses.SupConLoss().start = 12.5  # of SphereFaceLoss alone: an attribute of your own
 

@@ -144,11 +144,12 @@ class _Summed(HandGradient):
             return *(None,) * 4, *(None if t is None else t * slope for t in slopes)
         part, size, alone, extras = ctx.again
 
-        def once_more(anchors: Tensor, references: Tensor | None, *others: Tensor) -> Tensor:
-            split = [torch.split(t, size) for t in (anchors, *others)]
-            whole = anchors if alone else references
-            blocks = (recomputed(part, i * size, whole, *pieces)[0].sum() for i, pieces in enumerate(zip(*split)))
-            return sum(blocks, start=slope.new_zeros(()))
+        def once_more(anchors: Any, references: Any, *others: Any) -> Tensor:
+            whole, total = anchors if alone else references, slope.new_zeros(())
+            for start in range(0, anchors.shape[0], size):
+                slices = (t[start : start + size] for t in (anchors, *others))
+                total = total + recomputed(part, start, whole, *slices)[0].sum()
+            return total
 
         # Views: an input may have been made from another, and that path is not the function's.
         own = [x if x is None else x.view_as(x) for x in inputs[: 2 + extras]]

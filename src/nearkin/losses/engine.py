@@ -5,15 +5,17 @@ The formula runs whole, in blocks of rows under `max_memory` (`core/blockwise.py
 """
 
 import inspect
+import warnings
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
+from types import FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
 
 from nearkin.core import blockwise, checks, distances, reduce
-from nearkin.core.labels import LabelDistance, Labels, Relation
+from nearkin.core.labels import Labels, Relation
 from nearkin.losses.settings import Loss, setting
 
 __all__ = ["Call", "Costs", "LossFunction", "PairLoss", "Rows", "function_of"]
@@ -113,7 +115,7 @@ class Call:
         swapped = blockwise.transposed(self.batch)
         return blockwise.run(self._function(rows), swapped, max_memory=self.max_memory)
 
-    def reduced(self, rows: Callable[..., Costs], *per_anchor: Tensor, **how: Any) -> Tensor:
+    def reduced(self, rows: Callable[..., tuple[Tensor, ...]], *per_anchor: Tensor, **how: Any) -> Tensor:
         """The loss of what `rows` computes of each anchor.
 
         per_anchor: tensors with one entry per anchor, handed to `rows`; if there are any, `rows` gets all that the loss
@@ -127,15 +129,23 @@ class Call:
             return self._sums(*function(*arguments))
 
         learned = () if per_anchor else tuple(p for p in self.loss.parameters() if p.requires_grad)
-        options = {"max_memory": self.max_memory, "graded": self.loss.graded, "all_rows": how.get("all_rows")}
-        sums = blockwise.summed(summed, self.batch, *per_anchor, learned=learned, **options)
-        return reduce.total(*sums, self.reduction) + self.taint() + self.taint_of(*per_anchor)
+        sums, counts, active = blockwise.summed(
+            summed,
+            self.batch,
+            *per_anchor,
+            learned=learned,
+            max_memory=self.max_memory,
+            graded=self.loss.graded,
+            all_rows=how.get("all_rows"),
+        )
+        return reduce.total(sums, counts, active, self.reduction) + self.taint() + self.taint_of(*per_anchor)
 
     def total(self, *costs: Tensor) -> Tensor:
         """The loss from the costs of each anchor."""
-        reduced = reduce.terms if len(costs) == 2 else reduce.total
-        value: Tensor = reduced(*costs, self.reduction)
-        return value + self.taint()
+        first, counts, *active = costs
+        if active:
+            return reduce.total(first, counts, active[0], self.reduction) + self.taint()
+        return reduce.terms(first, counts, self.reduction) + self.taint()
 
     def taint(self) -> Tensor | float:
         """NaN where the batch or what the loss has learned holds NaN or Inf, else 0."""
@@ -165,16 +175,44 @@ class PairLoss(Loss):
     graded = False  # labels are real-valued targets
 
     reduction: str = setting(
-        "mean",
+        default="mean",
         choices=reduce.REDUCTIONS,
         text='"mean" over all terms, "active" over those above 0, "sum", or "none": one value per anchor',
     )
     max_memory: int | None = setting(
-        None,
+        default=None,
         optional=True,
         whole=True,
         text="bytes that the loss may use beside its arguments and gradients; None: blocks of about 1 GiB",
     )
+
+    def compile(self, *how: Any, **options: Any) -> None:
+        """Compiles the loss with torch.compile, whose arguments it takes, from the next call on.
+
+        Numbers that change from call to call, as a scheduled temperature, and other sizes of batches compile it anew
+        once, not each time; losses of one class share what was compiled where only their numbers differ. Where no
+        compiler is, or it fails, the loss goes on uncompiled, with a warning that names the reason.
+        """
+        if self._forward_hooks or self._forward_pre_hooks:
+            super().compile(*how, **options)
+            return
+        names = [name for name, value in self.settings.items() if not isinstance(value, float)]
+        kind: Any = type(self)
+        forward = _own_code(kind, tuple((name, str(self.settings[name])) for name in names))
+        compiled = torch.compile(MethodType(forward, self), *how, **options)
+
+        def call(*arguments: Any, **named: Any) -> Tensor:
+            try:
+                result: Tensor = compiled(*arguments, **named)
+                return result
+            except torch._dynamo.exc.TorchDynamoException as error:
+                reason = " ".join(str(error).split())[:200]
+                warnings.warn(f"{type(self).__name__} is not compiled: {reason}", RuntimeWarning, stacklevel=2)
+                self._compiled_call_impl = None
+                uncompiled: Tensor = self(*arguments, **named)
+                return uncompiled
+
+        self._compiled_call_impl = call
 
     def rows(self, rows: Rows) -> Costs:
         """The cost of each anchor of the rows, and which anchors count."""
@@ -192,6 +230,16 @@ class PairLoss(Loss):
         reference_labels: Labels | None = None,
     ) -> Tensor:
         return self.value(Call(self, embeddings, labels, references, reference_labels))
+
+
+@cache
+def _own_code(loss: Any, settings: tuple[tuple[str, str], ...]) -> Callable[..., Tensor]:
+    """The class's `forward` with a code object of its own: the compiler's limit of recompilations counts for each."""
+    plain: Any = loss.forward
+    code, names = plain.__code__.replace(), plain.__globals__
+    own = FunctionType(code, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    own.__kwdefaults__ = plain.__kwdefaults__
+    return own
 
 
 class LossFunction(Protocol, Generic[P]):

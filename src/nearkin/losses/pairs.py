@@ -1,4 +1,4 @@
-"""Pair losses: every pair of an anchor and a reference is a term of its own, or weighted by the anchor's other pairs."""
+"""Pair losses: each pair of an anchor and a reference is a term of its own, or weighted by the anchor's other pairs."""
 
 import math
 from typing import Any
@@ -49,24 +49,24 @@ class ContrastiveLoss(SelectingLoss):
     takes_pairs = True
 
     margin: float = setting(
-        1.0,
+        default=1.0,
         at_least=0,
         kw_only=False,
         search=Range(0.3, 1.5),
         text="distance beyond which a negative pair costs nothing; 1: the paper's",
     )
     positive_margin: float = setting(
-        0.0,
+        default=0.0,
         at_least=0,
         search=Range(0.0, 0.5),
         text="distance within which a positive pair costs nothing; 0: the paper's",
     )
-    squared: bool = setting(True, text="hinges are squared, as in the paper")
+    squared: bool = setting(default=True, text="hinges are squared, as in the paper")
     balance: bool = setting(
-        True, text="positive and negative pairs are averaged apart; False: one mean over all pairs, the paper's"
+        default=True, text="positive and negative pairs are averaged apart; False: one mean over all pairs, the paper's"
     )
     selection: mining.Selection = SelectingLoss.states("all")
-    normalize: bool = setting(False, text="embeddings are scaled to unit length first")
+    normalize: bool = setting(default=False, text="embeddings are scaled to unit length first")
 
     def value(self, call: Call) -> Tensor:
         select = self.selector(call)
@@ -110,21 +110,21 @@ class MarginLoss(SelectingLoss):
     takes_pairs = True
 
     margin: float = setting(
-        0.2,
+        default=0.2,
         at_least=0,
         kw_only=False,
         search=Range(0.05, 0.5),
         text="α, how far on its side of β a pair must be; 0.2: the authors' code",
     )
     beta: float = setting(
-        1.2,
+        default=1.2,
         learned=True,
         kw_only=False,
         search=Range(0.6, 1.4),
         text="where the boundary β starts; 1.2: the authors' code",
     )
     num_classes: int | None = setting(
-        None,
+        default=None,
         optional=True,
         whole=True,
         shapes=True,
@@ -132,21 +132,21 @@ class MarginLoss(SelectingLoss):
         text="number of classes, for a β per class; None: one for all",
     )
     nu: float = setting(
-        0.0, at_least=0, kw_only=False, text="ν, the weight of the penalty on β; 0: the authors' code"
+        default=0.0, at_least=0, kw_only=False, text="ν, the weight of the penalty on β; 0: the authors' code"
     )
     selection: mining.Selection = SelectingLoss.states(
         "distance_weighted", kw_only=False, search=Choices(("distance_weighted", "all"))
     )
     num_items: int | None = setting(
-        None,
+        default=None,
         optional=True,
         whole=True,
         shapes=True,
         text="number of training items, for a β per item beside the others; None: none",
     )
-    normalize: bool = setting(True, text="embeddings are scaled to unit length first")
+    normalize: bool = setting(default=True, text="embeddings are scaled to unit length first")
     reduction: str = setting(
-        "active", choices=reduce.REDUCTIONS, text='"active": over the terms above 0; "mean", "sum" or "none"'
+        default="active", choices=reduce.REDUCTIONS, text='"active": over the terms above 0; "mean", "sum" or "none"'
     )
 
     def start(self) -> None:
@@ -201,37 +201,35 @@ class MultiSimilarityLoss(SelectingLoss):
     takes_pairs, takes_triplets = True, False
 
     alpha: float = setting(
-        2.0,
+        default=2.0,
         above=0,
         kw_only=False,
         search=Range(0.5, 20.0, log=True),
         text="α, how sharply positives are weighed; 2: the paper's",
     )
     beta: float = setting(
-        50.0,
+        default=50.0,
         above=0,
         kw_only=False,
         search=Range(10.0, 100.0, log=True),
         text="β, how sharply negatives are weighed; 50: the paper's",
     )
     base: float = setting(
-        0.5,
+        default=0.5,
         kw_only=False,
         search=Range(0.2, 0.9),
         text="λ, the similarity at which weights turn; 0.5: the released code's",
     )
-    epsilon: float = setting(0.1, search=Range(0.02, 0.3), text="ε, the slack of the mining; 0.1: the paper's")
+    epsilon: float = setting(default=0.1, search=Range(0.02, 0.3), text="ε, the slack of the mining; 0.1: the paper's")
     selection: mining.Selection = SelectingLoss.states(
         "multi_similarity", text='"multi_similarity", the paper\'s mining; "all"; another pair selection or function'
     )
-    sampling_dim = generator = None  # type: ignore[assignment]
+    sampling_dim = generator = None
 
     def check_together(self) -> None:
         super().check_together()
         if self.selection != "multi_similarity" and self.epsilon != 0.1:  # the default
-            raise ValueError(
-                f'epsilon must be left out unless selection="multi_similarity", got {self.epsilon}'
-            )
+            raise ValueError(f'epsilon must be left out unless selection="multi_similarity", got {self.epsilon}')
 
     def value(self, call: Call) -> Tensor:
         def rows(rows: Rows) -> Costs:
@@ -261,13 +259,13 @@ class CircleLoss(PairLoss):
     """
 
     margin: float = setting(
-        0.4,
+        default=0.4,
         kw_only=False,
         search=Range(0.1, 0.6),
         text="m, the relaxation of the optima 1 and 0; 0.4: the paper's retrieval experiments",
     )
     scale: float = setting(
-        80.0,
+        default=80.0,
         above=0,
         kw_only=False,
         search=Range(8.0, 256.0, log=True),
@@ -301,14 +299,14 @@ class SigmoidLoss(PairLoss):
     search_rate = LEARNED
 
     log_scale: float = setting(
-        math.log(10.0),
+        default=math.log(10.0),
         learned=True,
         kw_only=False,
         search=Range(1.0, 4.0),
         text="where t', the logarithm of the scale, starts; log 10: the paper's",
     )
     bias: float = setting(
-        -10.0,
+        default=-10.0,
         learned=True,
         kw_only=False,
         search=Range(-20.0, 0.0),

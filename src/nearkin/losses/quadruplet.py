@@ -31,22 +31,22 @@ class QuadrupletLoss(SelectingLoss):
     """
 
     margin: float = setting(
-        0.2,
+        default=0.2,
         at_least=0,
         kw_only=False,
         search=Range(0.02, 0.6),
         text="how much nearer than its anchor's negative a positive must be; 0.2: FaceNet's",
     )
     second_margin: float = setting(
-        0.1,
+        default=0.1,
         at_least=0,
         kw_only=False,
         search=Range(0.01, 0.3),
         text="the same against a pair of two other classes; 0.1, half of the first: ours",
     )
-    squared: bool = setting(True, text="squared distances (or hinges) instead of plain ones")
+    squared: bool = setting(default=True, text="squared distances (or hinges) instead of plain ones")
     selection: mining.Selection = SelectingLoss.states("semihard", search=TRIPLETS, text=WHICH)
-    normalize: bool = setting(True, text="embeddings are scaled to unit length first")
+    normalize: bool = setting(default=True, text="embeddings are scaled to unit length first")
 
     def value(self, call: Call) -> Tensor:
         own = _classes(call.batch.labels)

@@ -24,14 +24,14 @@ class SmoothAPLoss(PairLoss):
     """
 
     temperature: float = setting(
-        0.01,
+        default=0.01,
         above=0,
         kw_only=False,
         search=Range(0.003, 0.1, log=True),
         text="t of the sigmoid; 0.01: the paper's",
     )
     max_positives: int | None = setting(
-        None,
+        default=None,
         optional=True,
         whole=True,
         text="most positives of an anchor, where they cannot be counted without waiting; None: any",
@@ -67,7 +67,7 @@ class FastAPLoss(PairLoss):
     measure, normalize = "squared", True
 
     bins: int = setting(
-        10,
+        default=10,
         whole=True,
         kw_only=False,
         search=Choices((5, 10, 20, 40)),

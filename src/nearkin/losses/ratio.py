@@ -28,23 +28,23 @@ class LogRatioLoss(PairLoss):
     measure, graded = "squared", True
 
     anchors: int | None = setting(
-        None,
+        default=None,
         optional=True,
         whole=True,
         text="how many of the first rows are anchors; None: all, 1: dense triplet mining as in the paper",
     )
     epsilon: float = setting(
-        1e-6,
+        default=1e-6,
         above=0,
         search=Range(1e-8, 1e-2, log=True),
         text="ε, added to squared distances; 1e-6: stands for the official code's 1e-4/128",
     )
     ties: str = setting(
-        "drop",
+        default="drop",
         choices=("drop", "keep"),
         text='"drop": references at the same label distance are not compared, as in the paper; "keep": they are',
     )
-    normalize: bool = setting(False, text="embeddings are scaled to unit length first")
+    normalize: bool = setting(default=False, text="embeddings are scaled to unit length first")
 
     def value(self, call: Call) -> Tensor:
         taint = call.taint()
@@ -55,7 +55,8 @@ class LogRatioLoss(PairLoss):
     def costs(self, rows: Rows) -> tuple[Tensor, ...]:
         squared = rows.all()  # (B, R)
         kind = torch.promote_types(rows.x.dtype, torch.float32)
-        log_gaps, valid, groups, addend = _log_gaps(*rows.related(), self.ties, kind)
+        gaps, valid = rows.related()
+        log_gaps, valid, groups, addend = _log_gaps(gaps, valid, self.ties, kind)
         ratio = (squared + self.epsilon).log() - log_gaps  # (B, R)
         sums, pairs = _between(ratio, valid, groups)
         return sums / pairs.clamp(min=1), pairs > 0, addend

@@ -33,13 +33,13 @@ class SelectingLoss(PairLoss):
     normalize: bool = True
 
     sampling_dim: SamplingDim = setting(
-        None,
+        default=None,
         fixed=True,
         rule=sampling_dims.check,
         text='dimensions that "distance_weighted" supposes; None: the vectors\', "fitted": those that they fill',
     )
     generator: torch.Generator | None = setting(
-        None, rule=lambda *_: None, text="random generator of selections that draw; None: torch's own"
+        default=None, rule=lambda *_: None, text="random generator of selections that draw; None: torch's own"
     )
 
     @staticmethod
@@ -51,7 +51,7 @@ class SelectingLoss(PairLoss):
         text: str = 'which pairs or triplets count: "all", a name of `nearkin.mining`, or a function of your own',
     ) -> Any:
         """States the setting `selection`."""
-        return setting(default, kw_only=kw_only, search=search, rule=_selection, text=text)
+        return setting(default=default, kw_only=kw_only, search=search, rule=_selection, text=text)
 
     def start(self) -> None:
         if isinstance(self.sampling_dim, str):
@@ -95,9 +95,7 @@ class SelectingLoss(PairLoss):
 
         def select(rows: Rows, distance: Tensor, cutoff: float | Tensor = 1.4) -> mining.Triplets | mining.Pairs:
             generator = self.generator
-            chosen = mining.select(
-                self.selection, distance, rows.relation, dim=dim, cutoff=cutoff, generator=generator
-            )
+            chosen = mining.select(self.selection, distance, rows.relation, dim=dim, cutoff=cutoff, generator=generator)
             self.check_chosen(chosen)
             return chosen
 

@@ -1,7 +1,7 @@
 """A setting of a loss is stated once: its default, what is allowed, what it means, where `nearkin compare` searches it.
 
     class SupConLoss(PairLoss):
-        temperature: float = setting(0.1, above=0, search=Range(0.02, 0.5, log=True), text="t, divides the cosines")
+        temperature: float = setting(default=0.1, above=0, search=…, text="t, divides the cosines")
 
 The signature, `help`, the checks at construction and at `loss.temperature = 0.2`, the recipe's section and the searched
 range are read from it.
@@ -82,8 +82,8 @@ class Setting:
 
 
 def setting(
-    default: Any = REQUIRED,
     *,
+    default: Any = REQUIRED,
     text: str,
     above: float | None = None,
     at_least: float | None = None,

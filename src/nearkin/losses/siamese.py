@@ -30,7 +30,7 @@ class SiameseLoss(PairLoss):
     search_rate = Range(1.0, 100.0, log=True)
 
     dim: int = setting(whole=True, shapes=True, kw_only=False, text="dimensions D of the embeddings")
-    max_memory = None  # type: ignore[assignment]
+    max_memory = None
 
     def start(self) -> None:
         self.weight = nn.Parameter(torch.full((self.dim,), -(self.dim**-0.5)))

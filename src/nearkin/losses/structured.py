@@ -34,7 +34,7 @@ class SupConLoss(PairLoss):
     """
 
     temperature: float = setting(
-        0.1,
+        default=0.1,
         above=0,
         kw_only=False,
         search=Range(0.02, 0.5, log=True),
@@ -57,7 +57,7 @@ class InfoNCELoss(PairLoss):
     """
 
     temperature: float = setting(
-        0.07,
+        default=0.07,
         above=0,
         kw_only=False,
         search=Range(0.005, 0.5, log=True),
@@ -84,19 +84,19 @@ class LiftedStructureLoss(PairLoss):
     measure = "distance"
 
     margin: float = setting(
-        1.0,
+        default=1.0,
         at_least=0,
         kw_only=False,
         search=Range(0.3, 2.0),
         text="α, the distance at which a negative starts to count; 1: the released code's",
     )
     form: str = setting(
-        "smooth",
+        default="smooth",
         choices=("smooth", "max"),
         search=Choices(("smooth", "max")),
         text='"smooth": log-sum-exp over negatives (eq. 4); "max": the hardest one (eq. 3)',
     )
-    normalize: bool = setting(False, text="embeddings are scaled to unit length first")
+    normalize: bool = setting(default=False, text="embeddings are scaled to unit length first")
 
     def value(self, call: Call) -> Tensor:
         if call.fits():
@@ -140,13 +140,13 @@ class GeneralizedLiftedLoss(PairLoss):
     measure = "distance"
 
     margin: float = setting(
-        1.0,
+        default=1.0,
         at_least=0,
         kw_only=False,
         search=Range(0.3, 2.0),
         text="m, the distance at which a negative starts to count; 1: ours",
     )
-    normalize: bool = setting(False, text="embeddings are scaled to unit length first")
+    normalize: bool = setting(default=False, text="embeddings are scaled to unit length first")
 
     def rows(self, rows: Rows) -> Costs:
         distance = rows.all()
@@ -170,7 +170,7 @@ class NPairLoss(PairLoss):
     measure = "dot"
 
     penalty: float = setting(
-        0.002,
+        default=0.002,
         at_least=0,
         kw_only=False,
         search=Range(1e-4, 0.1, log=True),

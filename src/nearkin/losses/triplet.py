@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nearkin import mining
-from nearkin.core import blockwise, checks, distances, reduce
+from nearkin.core import blockwise, distances, reduce
 from nearkin.core.labels import Relation
 from nearkin.losses.engine import Call, Costs, PairLoss, Rows, function_of
 from nearkin.losses.selecting import SelectingLoss
@@ -31,19 +31,19 @@ class TripletLoss(SelectingLoss):
     """
 
     margin: float | None = setting(
-        0.2,
+        default=0.2,
         at_least=0,
         optional=True,
         kw_only=False,
         search=Range(0.02, 0.6),
         text="how much nearer than the negative the positive must be; 0.2: FaceNet's. None: softplus instead",
     )
-    squared: bool = setting(True, text="squared distances, as in FaceNet; False: plain, as in Hermans et al.")
+    squared: bool = setting(default=True, text="squared distances, as in FaceNet; False: plain, as in Hermans et al.")
     swap: bool = setting(
-        False, text="the negative's distance to the positive counts where it is the smaller one"
+        default=False, text="the negative's distance to the positive counts where it is the smaller one"
     )
     selection: mining.Selection = SelectingLoss.states("semihard", search=TRIPLETS, text=WHICH)
-    normalize: bool = setting(True, text="embeddings are scaled to unit length first")
+    normalize: bool = setting(default=True, text="embeddings are scaled to unit length first")
 
     def impossible(self) -> dict[str, str]:
         because = super().impossible()
@@ -148,10 +148,10 @@ class LosslessTripletLoss(PairLoss):
     """
 
     sigmoid: bool = setting(
-        True, text="maps embeddings into the unit cube; False where the encoder ends in a sigmoid"
+        default=True, text="maps embeddings into the unit cube; False where the encoder ends in a sigmoid"
     )
     epsilon: float = setting(
-        1e-8, above=0, search=Range(1e-8, 1e-2, log=True), text="ε inside the logarithms; 1e-8: the blog's"
+        default=1e-8, above=0, search=Range(1e-8, 1e-2, log=True), text="ε inside the logarithms; 1e-8: the blog's"
     )
 
     def rows(self, rows: Rows) -> Costs:

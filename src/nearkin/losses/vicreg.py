@@ -29,30 +29,30 @@ class VICRegLoss(PairLoss):
     measure = "squared"
 
     invariance: float = setting(
-        25.0,
+        default=25.0,
         at_least=0,
         kw_only=False,
         search=Range(1.0, 100.0, log=True),
         text="λ, the weight of the distance between positives; 25: the paper's",
     )
     variance: float = setting(
-        25.0,
+        default=25.0,
         at_least=0,
         kw_only=False,
         search=Range(1.0, 100.0, log=True),
         text="μ, the weight of the dimensions' deviations below γ; 25: the paper's",
     )
     covariance: float = setting(
-        1.0,
+        default=1.0,
         at_least=0,
         kw_only=False,
         search=Range(0.1, 10.0, log=True),
         text="ν, the weight of the covariances between dimensions; 1: the paper's",
     )
     deviation: float = setting(
-        1.0, above=0, text="γ, the standard deviation that every dimension is to reach; 1: the paper's"
+        default=1.0, above=0, text="γ, the standard deviation that every dimension is to reach; 1: the paper's"
     )
-    epsilon: float = setting(1e-4, above=0, text="ε, added to variances under the root; 1e-4: the paper's")
+    epsilon: float = setting(default=1e-4, above=0, text="ε, added to variances under the root; 1e-4: the paper's")
     reduction = max_memory = None  # type: ignore[assignment]
 
     def value(self, call: Call) -> Tensor:
