@@ -1,7 +1,8 @@
-"""One call of a loss: its checked batch, the kernel that computes it or the pass in plain torch, and its reduction.
+"""One call of a loss: its checked batch, the pass that computes it, and its reduction.
 
-Here alone is decided between kernels and plain torch. impl: "torch" runs anywhere, "triton" takes a kernel where one
-serves, "auto" does so where it is faster. What a kernel can take, `kernels` says; the result is the same.
+Losses over class weights and facility location have kernels, and here alone is decided between them and plain torch.
+impl: "torch" runs anywhere, "triton" takes a kernel where one serves, "auto" does so where it is faster. What a kernel
+can take, `kernels` says; the result is the same.
 """
 
 from collections.abc import Callable
@@ -23,22 +24,16 @@ from nearkin.kernels import (
     class_softmax_ops,
     eligible,
     facility_ops,
-    pair_ops,
     proxy_anchor_ops,
-    rank_ops,
-    ratio_ops,
-    smooth_ap_ops,
     soft_triple_ops,
-    triplet_ops,
 )
 from nearkin.kernels.class_loss_ops import Annealing, Form
-from nearkin.kernels.triplet_ops import Plan
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 
-__all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "PairCall", "Plan", "again_plainly"]
+__all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "PairCall", "again_plainly"]
 __all__ += ["center_kernel", "center_step_kernel"]
-__all__ += ["class_path", "facility_kernel", "many_in_bfloat16", "row_kernel"]
+__all__ += ["class_path", "facility_kernel", "many_in_bfloat16"]
 
 # B · C from which the class kernels that store no scores are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of
 # bfloat16 took 2.2 ms on an H200, the dense form in plain torch 5.0; with weights of float32 3.3 and 4.8. Not timed,
@@ -59,61 +54,11 @@ class PairCall:
         reference_labels: Labels | None,
         reduction: str,
         max_memory: int | None = None,
-        impl: str = "torch",
         graded: bool = False,
     ) -> None:
         references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, graded)
-        kernels.check(impl)
         self.batch = blockwise.Batch(embeddings, labels, references, reference_labels)
-        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
-
-    def pair_kernel(
-        self,
-        kind: str,
-        numbers: tuple[float, ...],
-        *,
-        flag: int = False,
-        normalize: bool = True,
-        beta: Callable[[], Tensor] | None = None,
-    ) -> Tensor | None:
-        """The loss by the pair kernels (`pair_ops.loss`), or None where they do not serve. beta: made when it is."""
-        if not pair_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
-            return None
-        edge = None if beta is None else beta()
-        return pair_ops.loss(kind, self.batch, numbers, self.reduction, flag=flag, normalize=normalize, beta=edge)
-
-    def smooth_ap_kernel(self, temperature: float, max_positives: int | None) -> Tensor | None:
-        """The loss by the kernels of Smooth-AP (`smooth_ap_ops.loss`), or None where they do not serve."""
-        if not pair_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
-            return None
-        room = smooth_ap_ops.room(self.batch, self.max_memory)
-        if room == 0:
-            return None
-        return smooth_ap_ops.loss(self.batch, temperature, max_positives, self.reduction, room)
-
-    def triplet_kernel(
-        self,
-        plan: Plan,
-        dim: int | Tensor,
-        boundary: Callable[[], Tensor] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor | None:
-        """The loss over a selection of triplets by kernels (`triplet_ops.loss`), or None where they do not serve.
-
-        dim: of the sphere that distance-weighted sampling supposes.
-        """
-        task = (plan.selection, self.reduction, plan.normalize)
-        if not triplet_ops.serves(self.impl, self.batch, *task, self.max_memory):
-            return None
-        edge = None if boundary is None else boundary()
-        return triplet_ops.loss(self.batch, plan, dim, boundary=edge, generator=generator)
-
-    def ratio_kernel(self, *, epsilon: float, ties: bool, normalize: bool) -> Tensor | None:
-        """The log-ratio loss by its kernels (`ratio_ops.loss`), or None where they do not serve."""
-        if not ratio_ops.serves(self.impl, self.batch, self.reduction, self.max_memory):
-            return None
-        settings = ratio_ops.Settings(epsilon, ties, normalize, self.reduction)
-        return ratio_ops.loss(self.batch, settings, self.max_memory)
+        self.reduction, self.max_memory = reduction, max_memory
 
     def fits(self) -> bool:
         """Whether the matrix is made in one piece."""
@@ -158,11 +103,6 @@ class PairCall:
     def taint(self, *tensors: Tensor) -> Tensor | float:
         """NaN where an input holds NaN or Inf, else 0."""
         return reduce.taint(self.batch.embeddings, self.batch.references, *tensors)
-
-
-def row_kernel(impl: str, matrix: Tensor) -> bool:
-    """Whether the kernels over the rows of a (B, R) matrix (`rank_ops`) take this one."""
-    return rank_ops.takes(impl, matrix)
 
 
 def facility_kernel(impl: str, distance: Tensor) -> bool:

@@ -6,11 +6,12 @@ that the function takes by keyword are handed to it in every call.
 """
 
 import difflib
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from nearkin.losses import class_sampling
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.sampling_dim import RunningDim
 
-__all__ = ["LossModule"]
+__all__ = ["LossModule", "without_impl"]
+
+P, T = ParamSpec("P"), TypeVar("T")
 
 # What decides the shapes of parameters and buffers, and so cannot change after construction.
 _PER_CLASS = ("sub_centers", "proxies_per_class", "centers_per_class")
@@ -29,6 +32,21 @@ _FIXED = ("num_classes", "dim", "shard", "num_items", "sampling_dim", *_PER_CLAS
 _UNSET = {"impl": "auto", "max_memory": None, "anchors": None, "sample_rate": 1.0, "shard": None}
 _UNSET |= {"num_classes": None, "num_items": None, "sampling_dim": None}
 _classes_with: Counter[str] = Counter()  # how many loss classes have a setting of this name
+
+
+def without_impl(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which answers `impl`, that it once had, by a sentence. Its class does so too."""
+    owner = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **settings: P.kwargs) -> T:
+        if "impl" in settings:
+            way = "leave it out; loss.compile() makes it fast on a GPU"
+            raise TypeError(f"impl has left {owner} with its kernels: {way}")
+        return function(*args, **settings)
+
+    checked.once_had_impl = True  # type: ignore[attr-defined]
+    return checked
 
 
 class LossModule(nn.Module):
@@ -50,6 +68,8 @@ class LossModule(nn.Module):
         if function is None:  # a user's own variant of a loss
             return
         cls.function = staticmethod(function)
+        if hasattr(function, "once_had_impl"):
+            cls.__init__ = without_impl(cls.__init__)  # type: ignore[method-assign]
         parameters = inspect.signature(function).parameters.values()
         keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
         cls._settings = tuple(inspect.signature(cls.__init__).parameters)[1:]

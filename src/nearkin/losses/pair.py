@@ -1,7 +1,6 @@
 """Pair losses: every pair of an anchor and a reference is a term of its own, or weighted by the anchor's other pairs.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
-`impl`: "torch" runs anywhere, "triton" is one kernel per pass (`kernels/pair_ops.py`), "auto" takes it where it serves.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -16,8 +15,8 @@ from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.autograd import differentiable_once
 from nearkin.core.relations import Labels, Relation
 from nearkin.losses import sampling_dim as sampling_dims
-from nearkin.losses.call import PairCall, Plan
-from nearkin.losses.module import LossModule
+from nearkin.losses.call import PairCall
+from nearkin.losses.module import LossModule, without_impl
 from nearkin.losses.sampling_dim import SamplingDim
 
 __all__ = [
@@ -32,6 +31,7 @@ __all__ = [
 ]
 
 
+@without_impl
 def contrastive_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -48,7 +48,6 @@ def contrastive_loss(
     sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Positives are pulled together, negatives pushed out to the margin.
 
@@ -64,23 +63,13 @@ def contrastive_loss(
     Hadsell, Chopra, LeCun 2006, eq. 4; margin 1 and raw embeddings from there. `reduction` applies to each half, or
     without balance to all pairs together.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.at_least("margin", margin, 0)
     checks.at_least("positive_margin", positive_margin, 0)
     if not isinstance(balance, bool):
         raise TypeError(f"balance must be True or False, got {balance!r}")
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
     mining.check_generator(selection, generator)
-    value = None
-    if selection == "all":
-        numbers = (margin, positive_margin, 0.0, 0.0 if balance else 1.0)
-        value = call.pair_kernel("contrastive", numbers, flag=squared, normalize=normalize)
-    elif selection == "distance_weighted":
-        options = (margin, squared, normalize, reduction, positive_margin, margin)
-        plan = Plan(selection, "contrastive", *options)._replace(balance=balance)
-        value = call.triplet_kernel(plan, dim, generator=generator)
-    if value is not None:
-        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
@@ -98,6 +87,7 @@ def contrastive_loss(
     return both / 2 + call.taint()
 
 
+@without_impl
 def margin_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -115,7 +105,6 @@ def margin_loss(
     sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Positives nearer than a boundary β, negatives farther, each by the margin; β may be learned.
 
@@ -132,34 +121,14 @@ def margin_loss(
 
     Wu et al. 2017, arXiv:1706.07567, eq. 6-8; margin 0.2, β 1.2, ν 0 and the normaliser from the authors' code.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     references = call.batch.references
     checks.at_least("margin", margin, 0)
     checks.at_least("nu", nu, 0)
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
     mining.check_generator(selection, generator)
     of_item = _of_items(item_beta, items, embeddings)  # (B,) or None
-    single: Tensor | None = None  # one β for all, which the kernels take as it is
-    if isinstance(beta, Tensor) and of_item is None:
-        as_is = (beta.dim(), beta.dtype, beta.device) == (0, torch.float32, embeddings.device)
-        single = beta if as_is else None
-
-    def boundary() -> Tensor:
-        return _boundary(beta, of_item, labels, embeddings, references)  # (B, 1)
-
-    value = None
-    if selection == "all" and not isinstance(beta, Tensor) and of_item is None:
-        value = call.pair_kernel("margin", (margin, nu, beta), normalize=normalize)
-    elif selection == "all" and (not isinstance(beta, Tensor) or beta.device == embeddings.device):
-        edge = (lambda: boundary().squeeze(1)) if single is None else (lambda: single)
-        value = call.pair_kernel("margin", (margin, nu), normalize=normalize, beta=edge)
-    elif selection == "distance_weighted":
-        plan = Plan(selection, "margin", margin, False, normalize, reduction, nu, margin)
-        edge = boundary if single is None else (lambda: single)
-        value = call.triplet_kernel(plan, dim, edge, generator)
-    if value is not None:
-        return value
-    edges = boundary()
+    edges = _boundary(beta, of_item, labels, embeddings, references)  # (B, 1)
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation, boundary: Tensor) -> tuple[Tensor, ...]:
         distance = distances.euclidean(x, references, normalize=normalize)  # (B, R)
@@ -176,6 +145,7 @@ def margin_loss(
     return call.total(*call.run(rows, edges, selection=selection, generator=generator), edges)
 
 
+@without_impl
 def multi_similarity_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -189,7 +159,6 @@ def multi_similarity_loss(
     selection: mining.Selection = "multi_similarity",
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Pairs are weighted by how hard they are among the anchor's other pairs.
 
@@ -199,7 +168,7 @@ def multi_similarity_loss(
     without any pair do not count. See also `supcon_loss`. Wang et al. 2019, arXiv:1904.06627, eq. 15; α 2, β 50, ε 0.1
     from its section 4, λ 0.5 from its released code (the paper prints 1).
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.positive("alpha", alpha)
     checks.positive("beta", beta)
     checks.number("base", base)
@@ -207,10 +176,6 @@ def multi_similarity_loss(
     mined = selection == "multi_similarity"
     if not mined and epsilon != 0.1:  # the default
         raise ValueError(f'epsilon must be left out unless selection="multi_similarity", got {epsilon}')
-    if mined or selection == "all":
-        value = call.pair_kernel("multi_similarity", (alpha, beta, base, epsilon), flag=mined)
-        if value is not None:
-            return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         similarity = distances.cosine(x, references)  # (B, R), larger is closer
@@ -229,6 +194,7 @@ def multi_similarity_loss(
     return call.terms(*call.run(rows, selection=selection))
 
 
+@without_impl
 def circle_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -239,7 +205,6 @@ def circle_loss(
     scale: float = 80.0,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Each similarity is pulled as strongly as it is far from its own optimum, towards a circular boundary.
 
@@ -249,11 +214,9 @@ def circle_loss(
     with both positives and negatives count. Sun et al. 2020, arXiv:2002.10857, eq. 6-8; m 0.4 and γ 80 from its
     retrieval experiments (faces: 0.25 and 256).
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.number("margin", margin)
     checks.positive("scale", scale)
-    if (value := call.pair_kernel("circle", (margin, scale))) is not None:
-        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         similarity = distances.cosine(x, references)  # (B, R), larger is closer
@@ -284,13 +247,12 @@ class ContrastiveLoss(LossModule, function=contrastive_loss):
         sampling_dim: int | str | None = None,
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.sampling_dim = sampling_dim
         self.margin, self.positive_margin, self.squared, self.balance = margin, positive_margin, squared, balance
         self.selection, self.normalize, self.reduction, self.generator = selection, normalize, reduction, generator
-        self.max_memory, self.impl = max_memory, impl
+        self.max_memory = max_memory
         self.finish_init()
 
 
@@ -318,7 +280,6 @@ class MarginLoss(LossModule, function=margin_loss, learned=("beta",)):
         sampling_dim: int | str | None = None,
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         if num_classes is not None:
@@ -328,7 +289,7 @@ class MarginLoss(LossModule, function=margin_loss, learned=("beta",)):
         self.sampling_dim = sampling_dim
         self.num_classes, self.num_items, self.margin, self.nu = num_classes, num_items, margin, nu
         self.selection, self.normalize, self.reduction, self.generator = selection, normalize, reduction, generator
-        self.max_memory, self.impl = max_memory, impl
+        self.max_memory = max_memory
         self.beta = nn.Parameter(torch.full(() if num_classes is None else (num_classes,), float(beta)))
         self.item_beta = None if num_items is None else nn.Parameter(torch.zeros(num_items))
         self.finish_init()
@@ -359,11 +320,10 @@ class MultiSimilarityLoss(LossModule, function=multi_similarity_loss):
         selection: mining.Selection = "multi_similarity",
         reduction: str = "mean",
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.alpha, self.beta, self.base, self.epsilon = alpha, beta, base, epsilon
-        self.selection, self.reduction, self.max_memory, self.impl = selection, reduction, max_memory, impl
+        self.selection, self.reduction, self.max_memory = selection, reduction, max_memory
         self.finish_init()
 
 
@@ -377,11 +337,10 @@ class CircleLoss(LossModule, function=circle_loss):
         *,
         reduction: str = "mean",
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.margin, self.scale = margin, scale
-        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.reduction, self.max_memory = reduction, max_memory
         self.finish_init()
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from nearkin.core import checks, distances
 from nearkin.core.autograd import recomputed
 from nearkin.core.relations import Labels, Relation
-from nearkin.kernels import pair_ops, rank_ops
-from nearkin.losses.call import PairCall, row_kernel
-from nearkin.losses.module import LossModule
+from nearkin.losses.call import PairCall
+from nearkin.losses.module import LossModule, without_impl
 
 __all__ = ["FastAPLoss", "SmoothAPLoss", "fastap_loss", "smooth_ap_loss"]
 
 
+@without_impl
 def smooth_ap_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -28,7 +28,6 @@ def smooth_ap_loss(
     max_positives: int | None = None,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""One minus average precision, with a sigmoid for "ranks before".
 
@@ -36,27 +35,19 @@ def smooth_ap_loss(
 
     s = cosine, σ(x) = 1/(1 + e^{-x/t}), r over all positives and negatives of i. Anchors without positives do not
     count. Time O(B² |P|); the comparisons are made a few positives at a time and made again for the gradient, so memory
-    is O(B²). The largest |P| is read off on the CPU. On a GPU kernels (impl "triton", or "auto" there) compute all of
-    it in O(B) memory, as long as an anchor has positives: of class ids, in float32 or half precision, reduced. Of other
-    labels, or with reduction="none", a kernel makes the comparisons, up to 8,192 references in float32. Elsewhere
-    reading would stall the device: without `max_positives` (items per class less one) the time is O(B² R). More
-    positives are an error, or NaN where not read. Needs two items per class. Brown et al. 2020, arXiv:2007.12163, eq.
-    7; temperature 0.01 from there.
+    is O(B²). The largest |P| is read off on the CPU. Reading it would stall a GPU: there, without `max_positives`
+    (items per class less one), the time is O(B² R). More positives are an error, or NaN where not read. Needs two items
+    per class. Brown et al. 2020, arXiv:2007.12163, eq. 7; temperature 0.01 from there.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.positive("temperature", temperature)
     if max_positives is not None:
         checks.integer("max_positives", max_positives, 1)
-    if (value := call.smooth_ap_kernel(temperature, max_positives)) is not None:
-        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         scores = distances.cosine(x, references) / temperature  # (B, R), larger is closer
         number = relation.positive.sum(1)
         slots = _slots(number, scores.shape[1], max_positives)
-        if row_kernel(impl, scores):
-            value = 1 - rank_ops.precisions(scores, relation.positive, relation.negative) / number.clamp(min=1)
-            return torch.where(number > slots, torch.nan, value), number > 0
         # Columns with an anchor's positives first, so that only as many slots are visited as there may be positives.
         order = relation.positive.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
         precision = scores.sum(1) * 0  # on the graph even where no anchor has positives
@@ -93,6 +84,7 @@ def _precisions(scores: Tensor, positive: Tensor, negative: Tensor, columns: Ten
     return torch.where(positive.gather(1, columns), among_positives / among_all, 0.0).sum(1)
 
 
+@without_impl
 def fastap_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -102,7 +94,6 @@ def fastap_loss(
     bins: int = 10,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""One minus average precision, estimated from soft histograms of distance.
 
@@ -110,22 +101,15 @@ def fastap_loss(
 
     Summed as 1/|P_i| Σ_l h⁺_l H⁻_l / H_l, H⁻ of negatives: exactly 0 for an anchor whose positives all come first.
     Squared distances of unit vectors, in [0, 4], fall into the two nearest of bins + 1 equidistant centres by linear
-    interpolation. Anchors without positives do not count. Needs two items per class. impl: "triton", which "auto" takes
-    on a GPU, computes all of it in kernels in O(B) memory: of class ids, in float32 or half precision, reduced, up to
-    31 bins. Of other labels, with reduction="none" or more bins a kernel makes the histograms, up to 8,192 references
-    in float32. Cakir et al. 2019, eq. 5 and 9; 10 bins from its released code.
+    interpolation. Anchors without positives do not count. Needs two items per class. Cakir et al. 2019, eq. 5 and 9; 10
+    bins from its released code.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.integer("bins", bins, 1)
-    if bins <= pair_ops.MOST_BINS and (value := call.pair_kernel("fastap", (bins,), flag=bins)) is not None:
-        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         place = distances.squared_euclidean(x, references, normalize=True).clamp(0, 4) * (bins / 4)  # (B, R)
         number = relation.positive.sum(1)
-        if row_kernel(impl, place):
-            missed = rank_ops.histogram_misses(place, relation.positive, relation.negative, bins)
-            return missed / number.clamp(min=1), number > 0
         lower = place.detach().floor().clamp(max=bins - 1)
         index, share = lower.long(), place - lower  # the share of the upper of the two centres
         positives = _histogram(index, share, relation.positive, bins)  # (B, bins + 1)
@@ -154,20 +138,17 @@ class SmoothAPLoss(LossModule, function=smooth_ap_loss):
         max_positives: int | None = None,
         reduction: str = "mean",
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.temperature, self.max_positives = temperature, max_positives
-        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.reduction, self.max_memory = reduction, max_memory
         self.finish_init()
 
 
 class FastAPLoss(LossModule, function=fastap_loss):
     """Holds the settings of `fastap_loss`; computes nothing itself."""
 
-    def __init__(
-        self, bins: int = 10, *, reduction: str = "mean", max_memory: int | None = None, impl: str = "auto"
-    ) -> None:
+    def __init__(self, bins: int = 10, *, reduction: str = "mean", max_memory: int | None = None) -> None:
         super().__init__()
-        self.bins, self.reduction, self.max_memory, self.impl = bins, reduction, max_memory, impl
+        self.bins, self.reduction, self.max_memory = bins, reduction, max_memory
         self.finish_init()

@@ -13,11 +13,12 @@ from torch import Tensor
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import LabelDistance, Labels
 from nearkin.losses.call import PairCall
-from nearkin.losses.module import LossModule
+from nearkin.losses.module import LossModule, without_impl
 
 __all__ = ["LogRatioLoss", "logratio_loss"]
 
 
+@without_impl
 def logratio_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -30,7 +31,6 @@ def logratio_loss(
     normalize: bool = False,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Ratios of distances equal ratios of label distances, for every two references of an anchor.
 
@@ -41,19 +41,15 @@ def logratio_loss(
     anchors: only the first so many rows are anchors, as `samplers.LabelNeighbours` puts them, and all rows are their
     references; None: every row. anchors=1 is the paper's dense triplet mining: one anchor and all pairs of the others.
     References at label distance 0 are left out: they have no ratio. ties="drop" leaves out two references at
-    the same label distance, as the paper's strict order does; "keep" takes them, as its code does. impl: "triton",
-    which "auto" takes on a GPU, makes value and gradient in one pass, in bounded memory.
+    the same label distance, as the paper's strict order does; "keep" takes them, as its code does.
     Kim et al. 2019, arXiv:1904.09626, eq. 3; ε 1e-6 stands for the official 1e-4/128.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl, graded=True)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, graded=True)
     if anchors is not None:
         checks.integer("anchors", anchors, 1)
     checks.positive("epsilon", epsilon)
     checks.one_of("ties", ties, ("drop", "keep"))
     call.batch = _first(anchors, call.batch)
-    loss = call.ratio_kernel(epsilon=epsilon, ties=ties == "drop", normalize=normalize)
-    if loss is not None:
-        return loss
 
     def rows(x: Tensor, references: Tensor | None, gaps: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
         squared = distances.squared_euclidean(x, references, normalize=normalize)  # (B, R)
@@ -138,9 +134,8 @@ class LogRatioLoss(LossModule, function=logratio_loss):
         normalize: bool = False,
         reduction: str = "mean",
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.anchors, self.epsilon, self.ties, self.normalize = anchors, epsilon, ties, normalize
-        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.reduction, self.max_memory = reduction, max_memory
         self.finish_init()

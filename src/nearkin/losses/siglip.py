@@ -1,7 +1,6 @@
 """Sigmoid loss: every pair is a decision of its own, positive or not, with a learned scale and bias.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
-`impl`: "torch" runs anywhere, "triton" is one kernel per pass (`kernels/pair_ops.py`), "auto" takes it where it serves.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -15,13 +14,14 @@ from torch import Tensor, nn
 from nearkin.core import checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
 from nearkin.losses.call import PairCall
-from nearkin.losses.module import LossModule
+from nearkin.losses.module import LossModule, without_impl
 
 __all__ = ["SigmoidLoss", "sigmoid_loss"]
 
 LOG_TEN = math.log(10.0)
 
 
+@without_impl
 def sigmoid_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -32,7 +32,6 @@ def sigmoid_loss(
     bias: Tensor | float = -10.0,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Each pair by itself: positives above a boundary, negatives below it, which is learned with its steepness.
 
@@ -44,14 +43,12 @@ def sigmoid_loss(
     compete, so the gradient of a pair needs no other one. Anchors without any pair do not count. See also
     `infonce_loss`. Zhai et al. 2023, arXiv:2303.15343, section 3; t' log 10 and b -10 at the start from there.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     kind = torch.promote_types(embeddings.dtype, torch.float32)
     if call.batch.references is not None:
         kind = torch.promote_types(kind, call.batch.references.dtype)
     log, shift = (_scalar(name, v, embeddings, kind) for name, v in (("log_scale", log_scale), ("bias", bias)))
     learned = torch.stack([log.exp(), shift])  # (2,)
-    if (value := call.pair_kernel("sigmoid", (), beta=lambda: learned)) is not None:
-        return value + reduce.taint(learned)
     per_anchor = learned.expand(embeddings.shape[0], 2)
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation, learned: Tensor) -> tuple[Tensor, ...]:
@@ -86,12 +83,11 @@ class SigmoidLoss(LossModule, function=sigmoid_loss, learned=("log_scale", "bias
         *,
         reduction: str = "mean",
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         checks.number("log_scale", log_scale)
         checks.number("bias", bias)
-        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.reduction, self.max_memory = reduction, max_memory
         self.log_scale = nn.Parameter(torch.tensor(float(log_scale)))
         self.bias = nn.Parameter(torch.tensor(float(bias)))
         self.finish_init()

@@ -1,7 +1,6 @@
 """Structured losses: an anchor is compared with the batch as a whole.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
-`impl`: "torch" runs anywhere, "triton" is one kernel per pass (`kernels/pair_ops.py`), "auto" takes it where it serves.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -12,7 +11,7 @@ from torch import Tensor
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import UNKNOWN, Labels, Relation
 from nearkin.losses.call import PairCall
-from nearkin.losses.module import LossModule
+from nearkin.losses.module import LossModule, without_impl
 
 __all__ = [
     "InfoNCELoss",
@@ -26,6 +25,7 @@ __all__ = [
 ]
 
 
+@without_impl
 def lifted_structure_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -37,7 +37,6 @@ def lifted_structure_loss(
     normalize: bool = False,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Each positive pair against all negatives of both its ends.
 
@@ -48,11 +47,9 @@ def lifted_structure_loss(
     items per class and two classes; a pair without negatives is a term of 0.
     Song et al. 2016, arXiv:1511.06452, eq. 3 (max) and 4 (smooth); margin 1, no normalisation from its released code.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.one_of("form", form, ("smooth", "max"))
     checks.at_least("margin", margin, 0)
-    if form == "smooth" and (value := call.pair_kernel("lifted", (margin,), normalize=normalize)) is not None:
-        return value
     references = call.batch.references
 
     def negative_terms(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
@@ -87,6 +84,7 @@ def _negative_term(nearness: Tensor, negative: Tensor, form: str, dim: int) -> T
     return reduce.largest(nearness, negative, dim)[0]
 
 
+@without_impl
 def npair_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -96,7 +94,6 @@ def npair_loss(
     penalty: float = 0.002,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""An anchor finds its partner among one example of every other class.
 
@@ -107,12 +104,10 @@ def npair_loss(
     mass. With `references` each row is an anchor, compared with them all. Anchors without positives do not count. See
     also `supcon_loss` (cosines, every item an anchor). Sohn 2016, eq. 7; penalty 0.002 / 4 from TensorFlow's version.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.at_least("penalty", penalty, 0)
     references = call.batch.references
     alone = references is None
-    if (value := call.pair_kernel("npair", (1.0, 0.0, 0.0, penalty), flag=alone, normalize=False)) is not None:
-        return value
     taint = call.taint()
     if alone and isinstance(labels, Tensor) and labels.dim() == 1 and checks.reads_values(labels):
         # Anchors × references without the rest of the matrix, where that is made in one piece.
@@ -180,6 +175,7 @@ def _size(x: Tensor) -> Tensor:
     return distances.upcast(x).square().sum(1)
 
 
+@without_impl
 def supcon_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -189,7 +185,6 @@ def supcon_loss(
     temperature: float = 0.1,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Each anchor classifies its positives against all that it is compared with.
 
@@ -200,10 +195,8 @@ def supcon_loss(
     `npair_loss` (dot products, one pair per class). Khosla et al. 2020, arXiv:2004.11362, eq. 2; temperature 0.1 from
     its section 4.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.positive("temperature", temperature)
-    if (value := call.pair_kernel("supcon", (temperature,))) is not None:
-        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
@@ -213,6 +206,7 @@ def supcon_loss(
     return call.terms(*call.run(rows))
 
 
+@without_impl
 def infonce_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -222,7 +216,6 @@ def infonce_loss(
     temperature: float = 0.07,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""Each positive pair against the anchor's negatives, other positives left out.
 
@@ -231,10 +224,8 @@ def infonce_loss(
     Two views of each item under a label of their own make it NT-Xent. Needs two items per class. See also
     `supcon_loss`. van den Oord et al. 2018, arXiv:1807.03748, eq. 4; temperature 0.07 from He et al. 2020 (MoCo).
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.positive("temperature", temperature)
-    if (value := call.pair_kernel("infonce", (temperature,))) is not None:
-        return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         logits = distances.cosine(x, references) / temperature  # (B, R), larger is closer
@@ -255,42 +246,35 @@ class LiftedStructureLoss(LossModule, function=lifted_structure_loss):
         normalize: bool = False,
         reduction: str = "mean",
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.margin, self.form, self.normalize = margin, form, normalize
-        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.reduction, self.max_memory = reduction, max_memory
         self.finish_init()
 
 
 class NPairLoss(LossModule, function=npair_loss):
     """Holds the settings of `npair_loss`; computes nothing itself."""
 
-    def __init__(
-        self, penalty: float = 0.002, *, reduction: str = "mean", max_memory: int | None = None, impl: str = "auto"
-    ) -> None:
+    def __init__(self, penalty: float = 0.002, *, reduction: str = "mean", max_memory: int | None = None) -> None:
         super().__init__()
-        self.penalty, self.reduction, self.max_memory, self.impl = penalty, reduction, max_memory, impl
+        self.penalty, self.reduction, self.max_memory = penalty, reduction, max_memory
         self.finish_init()
 
 
 class SupConLoss(LossModule, function=supcon_loss):
     """Holds the settings of `supcon_loss`; computes nothing itself."""
 
-    def __init__(
-        self, temperature: float = 0.1, *, reduction: str = "mean", max_memory: int | None = None, impl: str = "auto"
-    ) -> None:
+    def __init__(self, temperature: float = 0.1, *, reduction: str = "mean", max_memory: int | None = None) -> None:
         super().__init__()
-        self.temperature, self.reduction, self.max_memory, self.impl = temperature, reduction, max_memory, impl
+        self.temperature, self.reduction, self.max_memory = temperature, reduction, max_memory
         self.finish_init()
 
 
 class InfoNCELoss(LossModule, function=infonce_loss):
     """Holds the settings of `infonce_loss`; computes nothing itself."""
 
-    def __init__(
-        self, temperature: float = 0.07, *, reduction: str = "mean", max_memory: int | None = None, impl: str = "auto"
-    ) -> None:
+    def __init__(self, temperature: float = 0.07, *, reduction: str = "mean", max_memory: int | None = None) -> None:
         super().__init__()
-        self.temperature, self.reduction, self.max_memory, self.impl = temperature, reduction, max_memory, impl
+        self.temperature, self.reduction, self.max_memory = temperature, reduction, max_memory
         self.finish_init()

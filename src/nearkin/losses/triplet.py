@@ -1,8 +1,6 @@
 """Triplet losses: an anchor's positives nearer than its negatives, in every selection of `mining`.
 
 `max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
-`impl`: "torch" runs anywhere, "triton" is one kernel per pass (`kernels/triplet_ops.py`; its draws differ, from the
-same distribution), "auto" takes it where it serves.
 """
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
@@ -16,13 +14,14 @@ from nearkin import mining
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.relations import Labels, Relation
 from nearkin.losses import sampling_dim as sampling_dims
-from nearkin.losses.call import PairCall, Plan
-from nearkin.losses.module import LossModule
+from nearkin.losses.call import PairCall
+from nearkin.losses.module import LossModule, without_impl
 from nearkin.losses.sampling_dim import SamplingDim
 
 __all__ = ["LosslessTripletLoss", "TripletLoss", "lossless_triplet_loss", "triplet_loss"]
 
 
+@without_impl
 def triplet_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -38,7 +37,6 @@ def triplet_loss(
     sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""A positive nearer than a negative by a margin, or softly without one.
 
@@ -51,17 +49,12 @@ def triplet_loss(
     Schroff et al. 2015, arXiv:1503.03832, eq. 2-4: squared, unit length, margin 0.2, semi-hard. Hermans et al. 2017,
     arXiv:1703.07737, is margin=None, squared=False, normalize=False, selection="batch_hard".
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     if margin is not None:
         checks.at_least("margin", margin, 0)
     check_selection(selection, margin, swap, normalize)
     dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
     mining.check_generator(selection, generator)
-    if isinstance(selection, str) and not swap:
-        link = "soft" if margin is None else "hinge"
-        plan = Plan(selection, link, margin or 0.0, squared, normalize, reduction)
-        if (value := call.triplet_kernel(plan, dim, generator=generator)) is not None:
-            return value
     measure = distances.squared_euclidean if squared else distances.euclidean
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
@@ -144,6 +137,7 @@ def _count_active(thresholds: Tensor, reach: Callable[[], Tensor]) -> tuple[Tens
     return beaten, torch.empty_like(covered).scatter_(1, order, covered)
 
 
+@without_impl
 def lossless_triplet_loss(
     embeddings: Tensor,
     labels: Labels,
@@ -154,7 +148,6 @@ def lossless_triplet_loss(
     epsilon: float = 1e-8,
     reduction: str = "mean",
     max_memory: int | None = None,
-    impl: str = "auto",
 ) -> Tensor:
     r"""A triplet loss whose slope never dies, on embeddings inside the unit cube.
 
@@ -162,15 +155,11 @@ def lossless_triplet_loss(
 
     `sigmoid=True` maps raw outputs into the cube; set it False where the encoder ends in a sigmoid (values are then
     clamped to [0, 1]). Over all triplets: the terms split into pairs, so it takes O(B²); to tell those above 0
-    ("active") O(B² log B), without a kernel. A term is 0 or below only within ε of d_ap = 0 and d_an = N. Needs two
+    ("active") O(B² log B). A term is 0 or below only within ε of d_ap = 0 and d_an = N. Needs two
     items per class. Arsenault 2018 (blog); β = N and ε 1e-8 from there.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, impl)
+    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
     checks.positive("epsilon", epsilon)
-    if reduction != "active":
-        numbers = (1 / embeddings.shape[1], epsilon)
-        if (value := call.pair_kernel("lossless", numbers, flag=sigmoid, normalize=False)) is not None:
-            return value
 
     def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
         others = None if references is None else _into_cube(references, sigmoid)
@@ -218,13 +207,12 @@ class TripletLoss(LossModule, function=triplet_loss):
         sampling_dim: int | str | None = None,
         generator: torch.Generator | None = None,
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.margin, self.squared, self.swap, self.selection = margin, squared, swap, selection
         self.sampling_dim = sampling_dim
         self.normalize, self.reduction, self.generator = normalize, reduction, generator
-        self.max_memory, self.impl = max_memory, impl
+        self.max_memory = max_memory
         self.finish_init()
 
 
@@ -238,9 +226,8 @@ class LosslessTripletLoss(LossModule, function=lossless_triplet_loss):
         epsilon: float = 1e-8,
         reduction: str = "mean",
         max_memory: int | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__()
         self.sigmoid, self.epsilon = sigmoid, epsilon
-        self.reduction, self.max_memory, self.impl = reduction, max_memory, impl
+        self.reduction, self.max_memory = reduction, max_memory
         self.finish_init()
