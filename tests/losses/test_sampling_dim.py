@@ -195,7 +195,7 @@ def test_it_works_with_a_memory_and_in_blocks():
     for most in (None, 1_700_000):
         torch.manual_seed(0)
         values.append(float(losses.triplet_loss(
-            x, LABELS, selection="distance_weighted", sampling_dim="fitted", max_memory=most, impl="torch"
+            x, LABELS, selection="distance_weighted", sampling_dim="fitted", max_memory=most
         )))  # fmt: skip
     assert values[0] == pytest.approx(values[1], rel=0.2)  # other draws of the same distribution
 
