@@ -85,5 +85,5 @@ def _listed(near: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The pairs, some at a time: as many as a list, and their differences, may hold at once."""
     lines, most = max(1, LISTED // max(1, near.shape[1])), max(1, LISTED // max(1, dim))
     for start in range(0, len(near), lines):
-        for pairs in near[start : start + lines].nonzero().split(most):
+        for pairs in torch.split(near[start : start + lines].nonzero(), most):
             yield pairs[:, 0] + start, pairs[:, 1]

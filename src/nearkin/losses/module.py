@@ -23,7 +23,8 @@ from nearkin.losses.sampling_dim import RunningDim
 
 __all__ = ["LossModule", "without_impl"]
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What decides the shapes of parameters and buffers, and so cannot change after construction.
 _PER_CLASS = ("sub_centers", "proxies_per_class", "centers_per_class")
