@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 PICTURES = HERE.parent / "docs" / "pictures"
 INK = "#7d7d7d"  # readable on white and on black, as are the colours
-COLOURS = {"auto": "#1f83e0", "torch": "#8a6fd6", "peer": "#e0682b", "floor": "#4d9a57"}
-NAMES = {"auto": "nearkin", "torch": 'impl="torch"', "peer": "peer", "floor": "floor"}
+COLOURS = {"auto": "#1f83e0", "compiled": "#c9469a", "torch": "#8a6fd6", "peer": "#e0682b", "floor": "#4d9a57"}
+NAMES = {"auto": "nearkin", "compiled": "compiled", "torch": 'impl="torch"', "peer": "peer", "floor": "floor"}
 MANY = ("#1f83e0", "#e0682b", "#4d9a57", "#8a6fd6", "#c9469a", "#b08a1e", "#2a9d9d", "#d64545")
 
 
@@ -58,11 +58,11 @@ def points(rows: Sequence[dict[str, str]], across: str, column: str) -> list[tup
 
 
 def loss_panels(rows: Sequence[dict[str, str]], what: str, slope: int) -> list[Panel]:
-    """One for each loss: ours, plain torch, the peer and the floor against B."""
+    """One for each loss: ours, compiled or in blocks of classes, the peer and the floor against B."""
     by_loss: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         by_loss[row["loss"]].append(row)
-    ways = ("floor", "peer", "torch", "auto") if what == "ms" else ("peer", "torch", "auto")
+    ways = ("floor", "peer", "torch", "compiled", "auto") if what == "ms" else ("peer", "torch", "compiled", "auto")
     return [
         Panel(
             loss,

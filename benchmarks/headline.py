@@ -48,7 +48,7 @@ def draw(source: Path, target: Path) -> None:
                 axis.plot(sizes[-1], values[-1], "x", color=colour, ms=11, mew=2)
         axis.set_title(title)
         axis.set_xlabel("batch size B")
-        axis.set_xticks([512, 2048, 8192, 65536], ["512", "2,048", "8,192", "65,536"])
+        axis.set_xticks([512, 1024, 2048, 4096], ["512", "1,024", "2,048", "4,096"])
         axis.minorticks_off()
         axis.grid(alpha=0.25)
     axes[0].plot([], [], "o-", color="grey", label="nearkin")

@@ -1,7 +1,8 @@
 """Every loss beside pytorch-metric-learning and the floor, forward and backward: benchmarks/losses.py
 
 D = 128, float32, 4 items per class; losses over class weights have as many classes as the batch. `auto` is the loss as
-it comes; `torch` is impl="torch", where there is a choice (over class weights: in blocks, logits never stored); `peer`
+it comes; `compiled`, on a GPU and not over class weights, is torch.compile(loss, dynamic=False), its first step in
+seconds `compile_s`; `torch` is impl="torch" of losses over class weights: in blocks, logits never stored; `peer`
 is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the
 forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more
 on a device that is kept busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
@@ -18,6 +19,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -31,13 +33,13 @@ import measure
 from nearkin import losses
 
 D, EACH = 128, 4
-SIZES = {"cpu": (256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 16_384, 65_536)}
+SIZES = {"cpu": (256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096, 16_384, 65_536)}
 SMALL = 4096  # up to here every loss; beyond it those marked large, and one timed step
 LARGEST_PEER = 16_384
 PATIENCE = 200.0  # ms: a peer that took longer is not run again at the next larger size beyond SMALL
 ONCE = 3000.0  # ms: a step on the CPU that takes longer is taken once
 CEILING = 12 * 2**30  # bytes a peer may ask for on the CPU
-CONTENDERS = ("auto", "torch", "peer", "floor")
+CONTENDERS = ("auto", "compiled", "torch", "peer", "floor")
 BATCHES, CLASSES = (128, 512, 2048, 4096), (100, 1000, 10_000)  # of --classes
 CLASS_CONTENDERS = ("auto", "peer", "compiled")
 
@@ -163,6 +165,12 @@ def ours(case: Case, size: int, device: str, classes: int | None = None, **overr
     return constructor(*weights, **case.settings, **overrides).to(device)
 
 
+def compiled_loss(case: Case, size: int, device: str) -> torch.nn.Module:
+    """Nothing else is compiled then: a function has a limited number of compiled forms, and all losses share some."""
+    torch._dynamo.reset()
+    return torch.compile(ours(case, size, device), dynamic=False)
+
+
 def has_choice(case: Case) -> bool:
     return "impl" in inspect.signature(getattr(losses, case.ours)).parameters
 
@@ -175,6 +183,8 @@ def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> I
         return learning_step(lambda: loss(x, y, *(m(x, y) for m in miner)), [x, *loss.parameters()])
 
     yield "auto", step(ours(case, size, device))
+    if not case.weighs and device == "cuda":
+        yield "compiled", step(compiled_loss(case, size, device))
     if has_choice(case):
         yield "torch", step(ours(case, size, device, impl="torch"))
     if case.peer is not None and names is not None:
@@ -325,7 +335,10 @@ def cells_cuda(case: Case, size: int, names: dict[str, Any] | None, seconds: flo
         if beyond or (contender == "peer" and size > SMALL and case.name in tired):
             figures |= {f"{contender}_ms": "not run", f"{contender}_mib": "not run"}
             continue
+        begun = time.perf_counter()
         mib = attempt(lambda once=once: measure.peak_mib(once, "cuda"))
+        if contender == "compiled":
+            figures["compile_s"] = time.perf_counter() - begun
         if not isinstance(mib, str):
             once_more = attempt(lambda once=once: measure.once_ms(once, "cuda"))
             slow = isinstance(once_more, str) or once_more > PATIENCE or size > SMALL
@@ -351,7 +364,7 @@ def table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out
     version = "" if names is None else sys.modules["pytorch_metric_learning"].__version__
     print(f"{measure.machine(device)}, torch {torch.__version__}, peer: {version or 'not installed, skipped'}")
     columns = [f"{contender}_{what}" for what in ("ms", "mib") for contender in CONTENDERS]
-    columns += ["busy_ms"] if device == "cuda" else []
+    columns += ["busy_ms", "compile_s"] if device == "cuda" else []
     print(f"{'loss':28}{'B':>7}" + "".join(f"{c:>12}" for c in columns) + f"{'auto/peer':>12}{'auto/floor':>12}")
     rows: list[list[object]] = []
     tired: set[str] = set()
@@ -362,8 +375,9 @@ def table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out
             if device == "cpu":
                 figures = cells_cpu(case, size, names, seconds, mib.get(case.name, {}))
             else:
-                for _, once in steps(case, 64, device, names):
-                    attempt(once)
+                for contender, once in steps(case, 64, device, names):
+                    if contender != "compiled":
+                        attempt(once)
                 figures = cells_cuda(case, size, names, seconds, tired)
             figures |= {"auto/peer": ratio(figures, "peer_ms"), "auto/floor": ratio(figures, "floor_ms")}
             cells = [shown(figures.get(c, "")) for c in (*columns, "auto/peer", "auto/floor")]
@@ -379,11 +393,10 @@ def shown(value: object) -> str:
 
 
 def check(chosen: list[Case], sizes: list[int], device: str) -> bool:
-    """Relative errors of value and gradient in float32 against float64 in plain torch; whether `auto` is as good."""
+    """Relative errors of value and gradient in float32 against float64 in plain torch; whether kernels, or on a GPU the
+    compiled loss, are as good as plain torch."""
     print(f"{measure.machine(device)}, torch {torch.__version__}")
-    print(
-        f"{'loss':28}{'B':>7}" + "".join(f"{t:>15}" for t in ("auto value", "torch value", "auto grad", "torch grad"))
-    )
+    print(f"{'loss':28}{'B':>7}" + "".join(f"{t:>15}" for t in ("value", "plain value", "grad", "plain grad")))
     sound = True
     for size in sizes:
         for case in chosen:
@@ -399,16 +412,20 @@ def checked(case: Case, size: int, device: str) -> str:
     """Prints the errors; what is wrong with them, or nothing."""
     choice = {"impl": "torch"} if has_choice(case) else {}
 
-    def result(dtype: torch.dtype, **overrides: Any) -> tuple[Tensor, Tensor]:
+    def result(dtype: torch.dtype, as_it_comes: bool = False) -> tuple[Tensor, Tensor]:
         x, y = batch(size, device, case)
         x = x.detach().to(dtype).requires_grad_()
         torch.manual_seed(0)
-        value = 3 * ours(case, size, device, **overrides).to(dtype)(x, y)  # the upstream gradient is not 1
+        if as_it_comes and not case.weighs and device == "cuda":
+            loss = compiled_loss(case, size, device)
+        else:
+            loss = ours(case, size, device, **({} if as_it_comes else choice)).to(dtype)
+        value = 3 * loss(x, y)  # the upstream gradient is not 1
         value.backward()
         return value.detach().double(), x.grad.double()
 
-    truth = result(torch.float64, **choice)
-    results = (result(torch.float32), result(torch.float32, **choice))
+    truth = result(torch.float64)
+    results = (result(torch.float32, as_it_comes=True), result(torch.float32))
     errors = [
         [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(got, truth, strict=True)]
         for got in results

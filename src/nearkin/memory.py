@@ -30,10 +30,10 @@ class CrossBatchMemory(nn.Module):
     loss: any loss that takes references. dim: dimensions of the embeddings. warmup: training steps before the memory is
     used, while it already fills; embeddings drift fast at first. label_kind: "ids" (B,); "rows" (B, label_dim) bool for
     multi-label; "targets" (B,) or (B, label_dim) real-valued, stored in float32. The memory never grows, follows the
-    embeddings' device, and is float32 also under half precision. With class ids no matrix of the batch and the memory
-    is made where the loss has a kernel or `max_memory`; with other labels, or a loss that is not of this library, the
-    relation is two (B, B + size) masks. A row with NaN or Inf is not stored: its slot stays empty. `NPairLoss` takes
-    every item for an anchor here, as it does with any references.
+    embeddings' device, and is float32 also under half precision. With class ids no more of the matrix of batch and
+    memory is made at a time than the loss's `max_memory` allows, or 1 GiB; with other labels, or a loss that is not of
+    this library, the relation is two (B, B + size) masks. A row with NaN or Inf is not stored: its slot stays empty.
+    `NPairLoss` takes every item for an anchor here, as it does with any references.
     Wang et al. 2020, arXiv:1912.06798.
     """
 

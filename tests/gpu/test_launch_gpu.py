@@ -1,23 +1,16 @@
 """The cached launcher on a GPU: a kernel launched by its compiled form does what it does launched by triton."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import kernel_cases
-import triplet_cases
-from kernel_cases import PAIR_CASES
+from class_cases import CLASS_CASES, batch, outcome
 from nearkin import kernels
 from nearkin.kernels import launch
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and kernels.installed()), reason="no CUDA device or no triton on this machine"
 )
-SHAPES = [(1, None, 1), (17, None, 16), (64, None, 128), (48, 65, 33)]  # ones, multiples of 16, and neither
+SHAPES = [(1, 1, 1), (17, 16, 16), (64, 301, 128), (48, 65, 33)]  # ones, multiples of 16, and neither
 
 
 def test_this_triton_was_tested_or_is_probed():
@@ -28,33 +21,22 @@ def test_this_triton_was_tested_or_is_probed():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pair_losses_are_the_same_by_search_and_by_compiled_form(shape, monkeypatch):
-    inputs = tuple(None if t is None else t.cuda() for t in kernel_cases.batch(shape))
-    cases = [case for case in PAIR_CASES.values() for _ in range(3)]  # the first launch of a form is a search
-    cached = [kernel_cases.outcome(case, inputs, "triton") for case in cases]
-    with monkeypatch.context() as patch:
-        patch.setattr(launch.CachedLauncher, "__call__", search)
-        searched = [kernel_cases.outcome(case, inputs, "triton") for case in cases]
-    for a, b in zip(cached, searched, strict=True):
-        assert all(map(torch.equal, a, b))
-
-
-@pytest.mark.parametrize("name", triplet_cases.CASES)
-def test_triplet_losses_are_the_same_by_search_and_by_compiled_form(name, monkeypatch):
-    inputs = triplet_cases.batch((33, 47, 20), "cuda")
-    x, labels, r, other = inputs
+@pytest.mark.parametrize("name", ["cosface", "arcface, 3 centres", "heated", "proxy-nca, original"])
+def test_losses_are_the_same_by_search_and_by_compiled_form(name, shape, monkeypatch):
+    case = CLASS_CASES[name]
+    x, *rest = (t.cuda() for t in batch(shape, case.centers, dtype=torch.float32))
     shifted = torch.empty(x.numel() + 1, device="cuda")[1:].view_as(x).copy_(x)  # an address that 16 does not divide
     for rows in (x, shifted):
-        case = (triplet_cases.CASES[name], (rows, labels, r, other))
-        cached = [triplet_cases.served(*case) for _ in range(2)]
+        # The first launch of a form is a search.
+        cached = [outcome(case, (rows, *rest), "mean", impl="triton") for _ in range(3)]
         with monkeypatch.context() as patch:
             patch.setattr(launch.CachedLauncher, "__call__", search)
-            searched = triplet_cases.served(*case)
-        for outcome in cached:
-            assert all(map(torch.equal, outcome, searched))
+            searched = outcome(case, (rows, *rest), "mean", impl="triton")
+        for got in cached:
+            assert all(map(torch.equal, got, searched))
 
 
-def search(self, grid, *arguments):
+def search(self, grid, *arguments, key=None):
     self.kernel[grid](*arguments, **self.choices)
 
 

@@ -40,16 +40,12 @@ def test_equals_float64_on_the_cpu(case, dtype):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: losses.SupConLoss(),
-        lambda: losses.TripletLoss(),
-        lambda: losses.SmoothAPLoss(),
-        lambda: losses.LogRatioLoss(),
         lambda: losses.ArcFaceLoss(CLASSES, 32),
         lambda: losses.ProxyAnchorLoss(CLASSES, 32),
         lambda: losses.SoftTripleLoss(CLASSES, 32),
         lambda: losses.CenterLoss(CLASSES, 32),
     ],
-    ids=["supcon", "triplet", "smooth-ap", "logratio", "arcface", "proxy-anchor", "soft-triple", "center"],
+    ids=["arcface", "proxy-anchor", "soft-triple", "center"],
 )
 def test_every_length_takes_its_kernels(make, monkeypatch):
     """As many launches as the losses of each length alone."""
@@ -63,11 +59,10 @@ def test_every_length_takes_its_kernels(make, monkeypatch):
     monkeypatch.setattr(launch.CachedLauncher, "__call__", counted)
     x = torch.randn(24, 32, device="cuda", requires_grad=True)
     labels = (torch.arange(24) % CLASSES).cuda()
-    targets = labels.float() if isinstance(make(), losses.LogRatioLoss) else labels
     loss = make().cuda()
-    loss(x, targets).backward()
+    loss(x, labels).backward()
     alone = len(launches)
     assert alone > 0
     launches.clear()
-    MatryoshkaLoss(loss, (32, 16, 8))(x, targets).backward()
+    MatryoshkaLoss(loss, (32, 16, 8))(x, labels).backward()
     assert len(launches) == 3 * alone

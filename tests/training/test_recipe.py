@@ -17,7 +17,7 @@ from nearkin.core import toml
 from nearkin.data import augment, vector_files, vectors
 from nearkin.training.config import defaults
 from nearkin.training.config.recipe import KEYS, NAMED, Recipe, read
-from nearkin.training.config.registry import LOSSES, SAMPLERS, settings_of
+from nearkin.training.config.registry import LOSSES, SAMPLERS, loss_settings, settings_of
 
 # --- reading and writing
 
@@ -531,6 +531,20 @@ def test_losses_take_their_settings_and_no_others(name):
         assert loss_settings(Recipe().with_("loss", name=name, **{key: value}))[key] == setting.default
     with pytest.raises(ValueError, match=f'of loss "{name}"'):
         loss_settings(Recipe().with_("loss", name=name, marginn=1))
+
+
+@pytest.mark.parametrize("name", ["supcon", "logratio"])
+def test_recipes_from_before_the_kernels_of_a_loss_left_are_read(name, tmp_path):
+    """Their runs have written impl = "auto", or what was set."""
+    for impl in ("auto", "torch"):
+        (tmp_path / "recipe.toml").write_text(f'[loss]\nname = "{name}"\nimpl = "{impl}"\n')
+        recipe = read(tmp_path / "recipe.toml", stored=True).recorded()
+        assert "impl" not in loss_settings(recipe)
+        assert recipe.to_toml() == read(tmp_path / "recipe.toml").to_toml()  # its digest is as it was: it is resumed
+    assert loss_settings(read(None, [f"loss.name={name}", "loss.impl=auto"])) == {}
+    with pytest.raises(ValueError, match=f"loss.impl has left {name} with its kernels: leave it out, got 'torch'"):
+        loss_settings(read(None, [f"loss.name={name}", "loss.impl=torch"]))
+    assert loss_settings(read(None, ["loss.name=arcface", "loss.impl=torch"])) == {"impl": "torch"}
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.core import checks, devices, digits, symmetric
+from nearkin.core import checks, devices, near, symmetric
 from nearkin.core.autograd import HandGradient, device_type, traced
 
 __all__ = ["cosine", "dot", "euclidean", "freely_read", "length", "picked", "squared_euclidean"]
 __all__ += ["unit", "unit_rows", "unit_slope", "units", "upcast", "wide"]
+
+_EPS = torch.finfo(torch.float64).eps
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -87,16 +89,10 @@ def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool
     a, left = _wide_rows(x, normalize)
     b, right = (None, None) if references is None else _wide_rows(references, normalize)
     kind = _result_type(x, references)
-    slow = kind == torch.float32 and not devices.has_float64_units(a)  # products of float64
-    if slow and torch.compiler.is_compiling():
-        compiled: Tensor = digits.compiled_distances(a, b, left, right, root, kind)
-        return compiled
     if traced():
         return _plain_distances(a, b, left, normalize, root, kind)
-    if slow and not devices.is_capturing(a):
-        by_digits: Tensor = digits.Distances.call(a, b, left, right, root, kind)
-        return by_digits
-    result: Tensor = _Distances.call(a, b, left, right, normalize, root, kind)
+    narrow = kind == torch.float32 and near.serves(a)
+    result: Tensor = _Distances.call(a, b, left, right, normalize, root, kind, narrow)
     return result
 
 
@@ -104,9 +100,12 @@ def _plain_distances(a: Tensor, b: Tensor | None, left: Tensor, units: bool, roo
     """`_Distances` in autograd's steps."""
     own = a.square().sum(1, keepdim=True)
     across = own if b is None else b.square().sum(1, keepdim=True)
-    with torch.autocast(device_type(a), enabled=False):
-        squared = (own + across.T) - 2 * (a @ (a if b is None else b).T)  # (B, R)
-    rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
+    if devices.has_float64(a.device):
+        with torch.autocast(device_type(a), enabled=False):
+            squared = (own + across.T) - 2 * (a @ (a if b is None else b).T)  # (B, R)
+    else:  # a compiler makes no (B, R, D) of it
+        squared = (a[:, None] - (a if b is None else b)[None]).square().sum(2)
+    rounding = 2 * a.shape[1] * _EPS
     apart = squared > (rounding if units else left * (1.25 * rounding))
     squared = torch.where(apart, squared, 1.0)
     result = torch.where(apart, squared.sqrt() if root else squared, 0.0).to(kind)
@@ -131,11 +130,15 @@ class _Distances(HandGradient):
         units: bool,
         root: bool,
         kind: torch.dtype,
+        narrow: bool,
     ) -> Tensor:
         references, reference_squares = a if b is None else b, left if right is None else right
         with torch.autocast(device_type(a), enabled=False):
-            squared = torch.add(left, reference_squares.T).addmm_(a, references.T, alpha=-2)  # (B, R)
-        rounding = 2 * a.shape[1] * torch.finfo(a.dtype).eps
+            if narrow:
+                squared = near.squared_distances(a, b)  # (B, R)
+            else:
+                squared = torch.add(left, reference_squares.T).addmm_(a, references.T, alpha=-2)
+        rounding = 2 * a.shape[1] * _EPS
         if units:
             squared = torch.threshold_(squared, rounding, 0.0)
         elif kind == a.dtype:  # relative to the anchor's length: two rows within rounding of each other have the same
@@ -150,7 +153,7 @@ class _Distances(HandGradient):
             result = result.sqrt_() if root else result
         if b is None:
             result = symmetric.mirrored(result)
-        ctx.root = root
+        ctx.root, ctx.narrow = root, narrow
         ctx.save_for_backward(a, b, result)
         return result
 
@@ -159,14 +162,22 @@ class _Distances(HandGradient):
         a, b, result = ctx.saved_tensors
         apart = result.sign()  # 1, or 0 where two rows are equal
         slope = (slope * apart).div_((1 - apart).add_(result)) if ctx.root else (slope * apart).mul_(2)
+        close = near.near_pairs(result, ctx.root, a, a if b is None else b) if ctx.narrow else None
         with torch.autocast(device_type(a), enabled=False):
             if b is None:
-                both = slope.T.contiguous().add_(slope).to(a.dtype)
-                return (a * both.sum(1, keepdim=True) - both @ a, *(None,) * 6)
-            slope = slope.to(a.dtype)
-            by_a = a * slope.sum(1, keepdim=True) - slope @ b if ctx.needs_input_grad[0] else None
-            by_b = b * slope.sum(0)[:, None] - slope.T @ a if ctx.needs_input_grad[1] else None
-        return (by_a, by_b, *(None,) * 5)
+                return (_pulled(slope.T.contiguous().add_(slope), a, a, close), *(None,) * 7)
+            slope = slope if ctx.narrow else slope.to(a.dtype)
+            by_a = _pulled(slope, a, b, close) if ctx.needs_input_grad[0] else None
+            by_b = _pulled(slope.T, b, a, None if close is None else close.T) if ctx.needs_input_grad[1] else None
+        return (by_a, by_b, *(None,) * 6)
+
+
+def _pulled(slope: Tensor, a: Tensor, b: Tensor, close: Tensor | None) -> Tensor:
+    """Σ_j slope_ij (a_i - b_j), (B, D); close: the near pairs, where products are of float32."""
+    if close is not None:
+        return near.pulled(slope, a, b, close)
+    slope = slope.to(a.dtype)
+    return a * slope.sum(1, keepdim=True) - slope @ b
 
 
 def _wide_rows(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:

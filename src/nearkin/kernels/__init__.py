@@ -1,4 +1,4 @@
-"""Triton twins of core passes: same name, same arguments, same result. What a kernel cannot serve, core does.
+"""Triton kernels of losses over class weights and of facility location. What they cannot serve, core does.
 
 Nothing here imports triton before a kernel is launched.
 """
@@ -13,13 +13,10 @@ from torch import Tensor
 
 from nearkin.core import checks, devices
 from nearkin.core.autograd import traced
-from nearkin.core.devices import float64_units, set_float64_units
 
-__all__ = ["IMPLEMENTATIONS", "can_run", "can_split", "check", "has_float64_units", "installed", "interpreted"]
-__all__ += ["float64_units", "set_float64_units"]
+__all__ = ["IMPLEMENTATIONS", "can_run", "check", "has_float64_units", "installed", "interpreted"]
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
-_INTEGER_UNITS = (8, 0)  # compute capability from which on triton multiplies integers of 8 bits on matrix units
 
 
 def _recent() -> bool:
@@ -55,15 +52,8 @@ def check(impl: object) -> None:
 
 
 def has_float64_units(tensor: Tensor) -> bool:
-    """Whether the tensor's device multiplies float64 on its matrix units, as data-centre GPUs do, or is interpreted.
-
-    False everywhere after `set_float64_units(False)`."""
+    """Whether the tensor's device multiplies float64 on its matrix units, as data-centre GPUs do, or is interpreted."""
     return devices.has_float64_units(tensor) and (tensor.is_cuda or interpreted())
-
-
-def can_split(tensor: Tensor) -> bool:
-    """Whether the tensor's device multiplies integers of 8 bits on its matrix units (`digit_kernels`)."""
-    return devices.capability(tensor.device) >= _INTEGER_UNITS if tensor.is_cuda else interpreted()
 
 
 def can_run(tensor: Tensor) -> bool:

@@ -26,13 +26,19 @@ from nearkin.kernels.class_dense_kernels import (
 from nearkin.kernels.class_own_kernels import BOUND
 from nearkin.kernels.launch import CachedLauncher
 from nearkin.kernels.numerics import tl, triton
-from nearkin.kernels.row_kernels import clamped
 
 NUMBERS = ("num_rows", "classes", "anchor_programs")  # not to be compiled for again
 ROWS = 4  # per program
 COLUMNS = 8  # classes per program: as many derivatives are 32 bytes, which are read at once
 SUMMED = 256  # anchors at a time in the gradient by a bias
 BESIDE = 32  # anchors at a time in the step of a centre
+
+
+@triton.jit
+def clamped(x):
+    """Coordinates in float32, clamped so that no square overflows; NaN stays NaN."""
+    x = x.to(tl.float32)
+    return tl.where(x != x, x, tl.minimum(tl.maximum(x, -BOUND), BOUND))
 
 
 @triton.jit(do_not_specialize=NUMBERS)

@@ -1,7 +1,8 @@
 """One call of a loss over class weights: its batch, the kernel or the pass in plain torch, and its reduction.
 
-Here alone is decided between kernels and plain torch. impl: "torch" runs anywhere, "triton" takes a kernel where one
-serves, "auto" does so where it is faster. What a kernel can take, `kernels` says; the result is the same.
+Losses over class weights and facility location have kernels, and here alone is decided between them and plain torch.
+impl: "torch" runs anywhere, "triton" takes a kernel where one serves, "auto" does so where it is faster. What a kernel
+can take, `kernels` says; the result is the same.
 """
 
 from collections.abc import Callable

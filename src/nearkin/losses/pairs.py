@@ -355,6 +355,7 @@ def margin_loss(
     sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
     max_memory: int | None = None,
+    **unknown: Any,
 ) -> Tensor:
     """`MarginLoss` with a boundary of the caller's.
 
@@ -372,6 +373,7 @@ def margin_loss(
         sampling_dim=sampling_dim,
         generator=generator,
         max_memory=max_memory,
+        **unknown,
     )
     loss.eval()
     call = Call(loss, embeddings, labels, references, reference_labels)

@@ -23,7 +23,7 @@ from nearkin.core import checks
 __all__ = ["REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "setting"]
 
 REQUIRED: Any = inspect.Parameter.empty
-GONE = {"impl": "the kernels have gone: leave it out; loss.compile() makes a loss fast on a GPU"}
+GONE = {"impl": "with its kernels: leave it out; loss.compile() makes it fast on a GPU"}
 
 
 class Range(NamedTuple):
@@ -227,7 +227,7 @@ _KNOWN = frozenset({"margin", "scale", "temperature", "epsilon", "selection", "n
 
 def _unknown(name: str, fields: Mapping[str, Setting], loss: str) -> str:
     if name in GONE:
-        return f"{name} is no setting of {loss}: {GONE[name]}"
+        return f"{name} has left {loss} {GONE[name]}"
     near = difflib.get_close_matches(name, fields, 1, 0.8)
     hint = f'; did you mean "{near[0]}"?' if near else ";"
     return f'unknown setting "{name}"{hint} known: {", ".join(fields)}'

@@ -85,7 +85,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Whether losses on a CUDA GPU take Triton kernels; a GPU is another question."""
+    """Whether losses over class weights take Triton kernels on a CUDA GPU; a GPU is another question."""
     if kernels.installed():
         return {"available": True, "triton": version_of("triton"), "why": None}
     try:

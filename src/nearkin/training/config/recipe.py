@@ -243,6 +243,10 @@ class Recipe(BaseModel):
         copy._typed = typed
         return copy
 
+    @property
+    def is_recorded(self) -> bool:
+        return self._typed is not None
+
     def check_typed(self, key: str, where: str) -> None:
         """Refuses a source that is code, of a stored run, unless it was typed again. key: data.source, …"""
         if self._typed is not None:

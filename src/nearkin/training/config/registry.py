@@ -158,6 +158,10 @@ def loss_settings(recipe: Recipe) -> dict[str, Any]:
     checks.one_of("loss", name, LOSSES)
     if options.get("reduction") == "none":
         raise ValueError('loss.reduction must give one number to train on, got "none"')
+    if "impl" in options and "impl" not in LOSSES[name].settings:  # of recipes from before its kernels left
+        if options["impl"] != "auto" and not recipe.is_recorded:
+            raise ValueError(f"loss.impl has left {name} with its kernels: leave it out, got {options['impl']!r}")
+        del options["impl"]
     return _accepts("loss", options, LOSSES[name].settings, f'loss "{name}"')
 
 
