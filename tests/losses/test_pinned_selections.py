@@ -38,6 +38,7 @@ DIGESTS = {
     "batch_hard": "6ad37a37",
     "easy_positive": "2e48aed3",
     "random": "c15392d0",
+    "random_semihard": "c211685f",
     "distance_weighted": "6e438e87",
     "hard_negatives": "608cf900",
     "multi_similarity": "5a9c1109",
@@ -49,7 +50,7 @@ def digest(name):
     for number, (distance, relation) in enumerate(worlds()):
         torch.manual_seed(number)
         for generator in (None, torch.Generator().manual_seed(5)):
-            chosen = mining.select(name, distance, relation, dim=6, generator=generator)
+            chosen = mining.select(name, distance, relation, dim=6, margin=0.25, squared=True, generator=generator)
             if isinstance(chosen, mining.Triplets):  # a column beside the mask is nobody's
                 chosen = (chosen.positive * chosen.valid, chosen.negative * chosen.valid, chosen.valid)
             bits += [part.numpy().astype("<i4").tobytes() for part in chosen]

@@ -143,7 +143,7 @@ class PairCall:
             max_memory=self.max_memory,
             graded=graded,
             all_rows=all_rows,
-            draws=selection in ("random", "distance_weighted"),
+            draws=selection in mining.DRAWN,
             generator=generator,
         )
 

@@ -67,7 +67,7 @@ def quadruplet_loss(
             pairs = Relation(relation.positive, relation.negative & exists)
             return *all_triplets(distance, relation, margin), *all_triplets(distance, pairs, second_margin, gap)
         plain = distance.detach().sqrt() if squared else distance
-        chosen = mining.select(selection, plain, relation, dim=dim, generator=generator)
+        chosen = mining.select(selection, plain, relation, dim=dim, generator=generator, margin=margin, squared=squared)
         if isinstance(chosen, mining.Pairs):
             raise TypeError("selection must return Triplets for a quadruplet loss, got Pairs")
         near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)

@@ -47,7 +47,7 @@ def triplet_loss(
     embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items per class. The mean is over the
     selected triplets, "active" over those above 0. selection="all" sums every triplet exactly by sorting, in
     O(B² log B) time and O(B²) memory; it needs a margin, and no `swap` (d_an replaced by the smaller of d_an and d_pn).
-    `sampling_dim`: as in `margin_loss`.
+    `sampling_dim`: as in `margin_loss`. The margin of selection="random_semihard" is this one, between these d.
     Schroff et al. 2015, arXiv:1503.03832, eq. 2-4: squared, unit length, margin 0.2, semi-hard. Hermans et al. 2017,
     arXiv:1703.07737, is margin=None, squared=False, normalize=False, selection="batch_hard".
     """
@@ -70,7 +70,7 @@ def triplet_loss(
             assert margin is not None
             return all_triplets(distance, relation, margin)
         plain = distance.detach().sqrt() if squared else distance
-        chosen = mining.select(selection, plain, relation, dim=dim, generator=generator)
+        chosen = mining.select(selection, plain, relation, dim=dim, generator=generator, margin=margin, squared=squared)
         if isinstance(chosen, mining.Pairs):
             raise TypeError("selection must return Triplets for a triplet loss, got Pairs")
         near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
