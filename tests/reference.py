@@ -135,6 +135,14 @@ def mine_semihard_or_skip(distance, positive, negative):
     return mine_semihard(distance, positive, negative, "skip")
 
 
+def farther_negatives(row, p, negatives, margin, squared):
+    """Which of these a semi-hard draw is from: within the margin, else farther, else the farthest."""
+    own, power = row[p], 2 if squared else 1
+    farther = [n for n in negatives if row[n] > own]
+    within = [n for n in farther if margin is not None and row[n] ** power < own**power + margin]
+    return within or farther or [farthest(row, negatives)]
+
+
 def mine_batch_hard(distance, positive, negative):
     return [
         (a, farthest(row, columns(positive, a)), nearest(row, columns(negative, a)))

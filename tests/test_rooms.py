@@ -139,6 +139,8 @@ def test_help_of_a_loss_class_has_its_formula_and_settings(name):
 OF_PYTHON_VALUES = {
     "engine.py: bool(getattr(self.loss, 'normalize', False))",
     "engine.py: float(value)",  # a setting's
+    "pairs.py: float(beta)",
+    "pairs.py: float(self.__dict__.pop(name))",
     "autograd.py: bool(active())",
     "distances.py: float((torch.finfo(kind).tiny * 1000000.0) ** 2)",
     "files.py: bool(getattr(path, 'is_junction', bool)())",

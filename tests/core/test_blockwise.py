@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 import nearkin
 from cases import CLASSES, DIM, LOSSES, masks
-from nearkin import losses, relations
+from nearkin import losses, mining, relations
 from nearkin.core import blockwise
 
 WHOLE = ("ContrastiveLoss-hard", "TripletLoss-hard-swap")  # their selection looks at all rows
@@ -237,7 +237,7 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("name", ["MarginLoss", "TripletLoss"])
-@pytest.mark.parametrize("selection", ["distance_weighted", "random"])
+@pytest.mark.parametrize("selection", mining.DRAWN)
 @pytest.mark.parametrize("own", [False, True])
 def test_a_block_draws_again_what_it_drew(name, selection, own, blocks):
     """On the CPU, where draws are one sequence, even what the dense form draws; the generator ends where it ended."""

@@ -297,7 +297,7 @@ def test_settings_beside_a_selection_of_your_own_are_checked_without_calling_it(
             setattr(module, switch, not getattr(module, switch))
 
 
-DRAWN = r'generator must be left out unless selection is "random" or "distance_weighted", which draw, got a torch'
+DRAWN = r'generator must be left out unless selection is "random", "random_semihard" or "distance_weighted", which draw'
 BLOCKS = r'max_memory must be left out unless assignment="static" and proxies_per_class=1, .* got 1'
 EPSILON = 'epsilon must be left out unless selection="multi_similarity", got 9'
 IGNORED = [

@@ -48,6 +48,10 @@ class QuadrupletLoss(SelectingLoss):
     selection: mining.Selection = SelectingLoss.states("semihard", search=TRIPLETS, text=WHICH)
     normalize: bool = setting(default=True, text="embeddings are scaled to unit length first")
 
+    @property
+    def triplet_margin(self) -> float | None:
+        return self.margin
+
     def value(self, call: Call) -> Tensor:
         own = _classes(call.batch.labels)
         rivals = _rivals(call, own, self.squared, self.normalize)

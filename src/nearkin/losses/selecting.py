@@ -77,6 +77,11 @@ class SelectingLoss(PairLoss):
             because["distance_weighted"] = "it needs unit vectors, normalize=True"
         return because
 
+    @property
+    def triplet_margin(self) -> float | None:
+        """The margin between the two distances of a triplet, which "random_semihard" draws within."""
+        return None
+
     def drawing(self) -> dict[str, Any]:
         """How a selection goes with blocks of rows: `blockwise.run`."""
         all_rows = None
@@ -93,9 +98,19 @@ class SelectingLoss(PairLoss):
         sphere = self.sampling_dim if fitted is None else fitted
         dim = sampling_dims.resolve(sphere, self.selection, call.batch.embeddings, call.batch.labels)  # type: ignore[arg-type]
 
-        def select(rows: Rows, distance: Tensor, cutoff: float | Tensor = 1.4) -> mining.Triplets | mining.Pairs:
-            generator = self.generator
-            chosen = mining.select(self.selection, distance, rows.relation, dim=dim, cutoff=cutoff, generator=generator)
+        def select(
+            rows: Rows, distance: Tensor, cutoff: float | Tensor = 1.4, squared: bool = False
+        ) -> mining.Triplets | mining.Pairs:
+            chosen = mining.select(
+                self.selection,
+                distance,
+                rows.relation,
+                dim=dim,
+                cutoff=cutoff,
+                generator=self.generator,
+                margin=self.triplet_margin,
+                squared=squared,
+            )
             self.check_chosen(chosen)
             return chosen
 

@@ -26,6 +26,7 @@ class TripletLoss(SelectingLoss):
     embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items per class. The mean is over the
     selected triplets, "active" over those above 0. selection="all" sums every triplet exactly by sorting, in
     O(B² log B) time and O(B²) memory; it needs a margin, and no `swap` (d_an replaced by the smaller of d_an and d_pn).
+    The margin of selection="random_semihard" is this one, between these d.
     Schroff et al. 2015, arXiv:1503.03832, eq. 2-4: squared, unit length, margin 0.2, semi-hard. Hermans et al. 2017,
     arXiv:1703.07737, is margin=None, squared=False, normalize=False, selection="batch_hard".
     """
@@ -50,6 +51,10 @@ class TripletLoss(SelectingLoss):
         if self.margin is None or self.swap:
             because["all"] = "every triplet is summed by sorting, which needs a margin and no swap"
         return because
+
+    @property
+    def triplet_margin(self) -> float | None:
+        return self.margin
 
     def value(self, call: Call) -> Tensor:
         measure = "squared" if self.squared else "distance"
@@ -85,7 +90,7 @@ def picked(
     rows that were picked alone: whichever is less.
     """
     plain = distance.detach().sqrt() if measure == "squared" else distance.detach()
-    chosen = select(rows, plain)
+    chosen = select(rows, plain, squared=measure == "squared")
     assert isinstance(chosen, mining.Triplets)
     if rows.few(chosen.positive):
         return rows.pick(chosen.positive, measure), rows.pick(chosen.negative, measure), chosen
