@@ -158,7 +158,9 @@ class Call:
     def _sums(self, value: Tensor, counts: Tensor, active: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         if active is not None:
             return value, counts, active
-        return torch.where(counts, value, 0.0), counts, counts & ~(value <= 0)  # a NaN is never inactive
+        if self.reduction == "active":
+            counts = counts & ~(value <= 0)  # a NaN is never inactive
+        return torch.where(counts, value, 0.0), counts, counts
 
     def _function(self, rows: Callable[..., Any]) -> blockwise.Rows:
         def of_rows(x: Tensor, references: Tensor | None, related: Any, *per_anchor: Tensor) -> Any:
