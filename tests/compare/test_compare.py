@@ -29,11 +29,14 @@ from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
 from nearkin.data.item_set import Items
 from nearkin.evaluation import retrieval
-from nearkin.losses.search_ranges import RANGES, Choices
+from nearkin.losses.search_ranges import ranges_of
+from nearkin.losses.settings import Choices
 from nearkin.training import read_recipe
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.trainer import assemble
+
+TRIPLET_RANGES = ranges_of("triplet", LOSSES["triplet"].make)
 
 LOSSES_HERE = ["triplet", "proxy-anchor"]
 SMALL = {"steps": 12, "trials": 3, "folds": 2, "seeds": 2}
@@ -211,7 +214,7 @@ def test_every_loss_has_ranges_that_it_accepts(loss):
     choice = LOSSES[loss]
     needs = {"num_classes": 5, "dim": 4} if "num_classes" in choice.make.__init__.__annotations__ else {}
     needs = {"dim": 4} if loss == "siamese" else {} if loss == "margin" else needs
-    for name, one in RANGES[loss].items():
+    for name, one in ranges_of(loss, LOSSES[loss].make).items():
         if name == "loss_scale":
             assert any(True for _ in choice.make(**needs).parameters()), "nothing to scale"
             continue
@@ -220,7 +223,7 @@ def test_every_loss_has_ranges_that_it_accepts(loss):
         default = choice.settings[name].default
         assert default in one.values if isinstance(one, Choices) else one.low <= default <= one.high
     learns = any(True for _ in choice.make(**needs).parameters())
-    assert learns == ("loss_scale" in RANGES[loss])
+    assert learns == ("loss_scale" in ranges_of(loss, LOSSES[loss].make))
 
 
 def test_suggestions_are_functions_of_what_was_tried(setup):
@@ -239,7 +242,7 @@ def test_suggestions_are_functions_of_what_was_tried(setup):
     )
     assert len({json.dumps(one) for one in first}) > 1
     for one in first:
-        assert 0.02 <= one["loss.margin"] <= 0.6 and one["loss.selection"] in RANGES["triplet"]["selection"].values
+        assert 0.02 <= one["loss.margin"] <= 0.6 and one["loss.selection"] in TRIPLET_RANGES["selection"].values
         assert 2e-4 <= one["optimizer.lr"] <= 5e-3
 
 
@@ -256,7 +259,7 @@ def test_search_rounds_keep_the_default_and_the_better_half():
             {"value": (next(results) * 37 % 100) / 100, "step": 1, "curve": [[1, 0.5]], "ended": "end"} for _ in jobs
         ]
 
-    space = {"loss.margin": RANGES["triplet"]["margin"]}
+    space = {"loss.margin": TRIPLET_RANGES["margin"]}
     search = loss_search.search("triplet", space, {"loss.margin": 0.2}, Plan(10, 6, 3, 2, 0))
     counts, jobs = [], next(search)
     result = None
@@ -423,7 +426,7 @@ class Disorder:
 def walked(folder, executor):
     small = Plan(20, 6, 3, 2, 0)
     folder.mkdir(exist_ok=True)
-    space = {"loss.margin": RANGES["triplet"]["margin"], "optimizer.lr": loss_search.Range(1e-4, 1e-2, log=True)}
+    space = {"loss.margin": TRIPLET_RANGES["margin"], "optimizer.lr": loss_search.Range(1e-4, 1e-2, log=True)}
     start = {"loss.margin": 0.2, "optimizer.lr": 1e-3}
     searches = {loss: loss_search.search(loss, space, start, small) for loss in ("one", "two")}
     study = Study(folder)

@@ -1,4 +1,4 @@
-"""A pair loss of the reader's own: one class of settings and a formula gets everything that the library's losses have."""
+"""A pair loss of the reader's own: one class of settings and a formula gets everything that ours have."""
 
 import inspect
 import math

@@ -93,7 +93,9 @@ def picked(
     chosen = select(rows, plain, squared=measure == "squared")
     assert isinstance(chosen, mining.Triplets)
     if rows.few(chosen.positive):
-        return rows.pick(chosen.positive, measure), rows.pick(chosen.negative, measure), chosen
+        both = rows.pick(torch.cat([chosen.positive, chosen.negative], 1), measure)
+        number = chosen.positive.shape[1]
+        return both[:, :number], both[:, number:], chosen
     return mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative), chosen
 
 
