@@ -29,39 +29,12 @@ def logsumexp(values: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
     """log of the sum of exp over the masked entries along `dim`; `log_zero` where there are none."""
     if values.shape[dim] == 0:
         return values.sum(dim) + log_zero(values)
-    if traced():
-        masked = torch.where(mask, values, -torch.inf)
-        top = masked.detach().amax(dim, keepdim=True)
-        any_entry = top != -torch.inf
-        top = torch.where(any_entry, top, 0.0)
-        total = torch.where(any_entry, (masked - top).exp().sum(dim, keepdim=True), 1.0)
-        return torch.where(any_entry, total.log() + top, log_zero(values)).squeeze(dim)
-    value: Tensor = _LogSumExp.call(values, mask, dim)
-    return value
-
-
-class _LogSumExp(HandGradient):
-    """With a hand-written gradient: one matrix and one pass, where autograd takes four of each."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, mask: Tensor, dim: int) -> Tensor:
-        share = torch.where(mask, values, -torch.inf)
-        top = share.amax(dim, keepdim=True)
-        any_entry = top != -torch.inf
-        top = torch.where(any_entry, top, 0.0)
-        share = share.sub_(top).exp_()
-        total = torch.where(any_entry, share.sum(dim, keepdim=True), 1.0)
-        value = torch.where(any_entry, total.log() + top, log_zero(values)).squeeze(dim)
-        ctx.dim = dim
-        ctx.save_for_backward(values, mask, value, share, total)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        values, mask, value, share, total = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative: through the values
-            share, total = torch.where(mask, values - value.unsqueeze(ctx.dim), -torch.inf).exp(), 1.0
-        return share * (slope.unsqueeze(ctx.dim) / total), None, None
+    masked = torch.where(mask, values, -torch.inf)
+    top = masked.detach().amax(dim, keepdim=True)
+    any_entry = top != -torch.inf
+    top = torch.where(any_entry, top, 0.0)
+    total = torch.where(any_entry, (masked - top).exp().sum(dim, keepdim=True), 1.0)
+    return torch.where(any_entry, total.log() + top, log_zero(values)).squeeze(dim)
 
 
 def hinges(
