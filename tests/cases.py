@@ -211,6 +211,12 @@ LOSSES = [
     ),
     _pair("LiftedStructureLoss", lambda: C.LiftedStructureLoss(), R.lifted_structure),
     _pair("LiftedStructureLoss-max", lambda: C.LiftedStructureLoss(form="max", normalize=True), R.lifted_structure),
+    _pair("GeneralizedLiftedLoss", lambda: C.GeneralizedLiftedLoss(), R.generalized_lifted),
+    _pair(
+        "GeneralizedLiftedLoss-active",
+        lambda: C.GeneralizedLiftedLoss(0.3, normalize=True, reduction="active"),
+        R.generalized_lifted,
+    ),
     _pair("NPairLoss", lambda: C.NPairLoss(), R.npair, ordered=True),
     _pair("SupConLoss", lambda: C.SupConLoss(), R.supcon),
     _pair("InfoNCELoss", lambda: C.InfoNCELoss(), R.infonce),

@@ -135,6 +135,14 @@ def mine_semihard_or_skip(distance, positive, negative):
     return mine_semihard(distance, positive, negative, "skip")
 
 
+def farther_negatives(row, p, negatives, margin, squared):
+    """Which of these a semi-hard draw is from: within the margin, else farther, else the farthest."""
+    own, power = row[p], 2 if squared else 1
+    farther = [n for n in negatives if row[n] > own]
+    within = [n for n in farther if margin is not None and row[n] ** power < own**power + margin]
+    return within or farther or [farthest(row, negatives)]
+
+
 def mine_batch_hard(distance, positive, negative):
     return [
         (a, farthest(row, columns(positive, a)), nearest(row, columns(negative, a)))
@@ -384,6 +392,16 @@ def lifted_structure(
                 continue
             worst = logsumexp(threats) if form == "smooth" else max(threats)
             terms[i].append((worst + d[i][j]).relu() ** 2 / 2)
+    return reduced(x, terms, reduction)
+
+
+def generalized_lifted(x, positive, negative, references=None, *, margin=1.0, normalize=False, reduction="mean"):
+    d = distances(x, references, normalize=normalize)
+    terms = [[] for _ in x]
+    for i in range(len(x)):
+        near, far = columns(positive, i), columns(negative, i)
+        if near and far:
+            terms[i].append((logsumexp([d[i][j] for j in near]) + logsumexp([margin - d[i][k] for k in far])).relu())
     return reduced(x, terms, reduction)
 
 

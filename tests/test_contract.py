@@ -282,7 +282,8 @@ def test_reductions_agree(case):
 def function_of(module):
     """The function beside a Module, by the house's names."""
     names = {name.replace("_", ""): name for name in losses.__all__ if name.endswith("_loss")}
-    return getattr(losses, names[type(module).__name__.lower()])
+    kind = module if isinstance(module, type) else type(module)
+    return getattr(losses, names[kind.__name__.lower()])
 
 
 @every

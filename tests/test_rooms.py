@@ -132,11 +132,15 @@ def test_help_of_a_loss_class_has_its_formula_and_settings(name):
         assert described == setting + default and len(meaning) > 10, (
             f"{name}: {setting} has no meaning in losses/describe.py"
         )
-    assert not set(describe.OWN[name]) - set(inspect.signature(loss).parameters), f"{name} has no such settings"
+    assert not set(describe.OWN.get(name, ())) - set(inspect.signature(loss).parameters), f"{name} has no such settings"
 
 
 # float(), int() and bool() of a tensor wait for its device. These are of Python values.
 OF_PYTHON_VALUES = {
+    "engine.py: bool(getattr(self.loss, 'normalize', False))",
+    "engine.py: float(value)",  # a setting's
+    "pairs.py: float(beta)",
+    "pairs.py: float(self.__dict__.pop(name))",
     "autograd.py: bool(active())",
     "distances.py: float((torch.finfo(kind).tiny * 1000000.0) ** 2)",
     "files.py: bool(getattr(path, 'is_junction', bool)())",

@@ -105,9 +105,8 @@ class CrossBatchMemory(nn.Module):
         options = {} if items is None else {"items": items}
         if self.label_kind == "ids" and getattr(self.loss, "takes_batch_first", False):
             ids = torch.cat([labels, torch.where(self._used(), self.labels, UNKNOWN)])
-            value: Tensor = self.loss(
-                embeddings, labels, references, BatchFirst(ids) if stored is None else ids, **options
-            )
+            others = BatchFirst(ids) if stored is None else ids
+            value: Tensor = self.loss(embeddings, labels, references, others, **options)
         else:
             value = self.loss(embeddings, self._relation(labels, references, stored is None), references, **options)
         if self.training:
@@ -126,9 +125,8 @@ class CrossBatchMemory(nn.Module):
 
     def _checked(self, embeddings: Tensor, labels: Tensor, stored: Tensor | None) -> Tensor:
         """Checks the batch; returns labels in the type of the memory."""
-        checks.dimensions(
-            "embeddings", checks.rows("embeddings", embeddings), self.embeddings.shape[1], "the memory has"
-        )
+        checks.rows("embeddings", embeddings)
+        checks.dimensions("embeddings", embeddings, self.embeddings.shape[1], "the memory has")
         if stored is not None:
             checks.rows("stored", stored)
             checks.same_device("stored", stored, embeddings)
@@ -156,14 +154,11 @@ class CrossBatchMemory(nn.Module):
 
         same: the first B references are the anchors themselves, so that a pair of an item with itself is left out.
         """
-        others, used = torch.cat([labels, self.labels]), self._used()
-        valid = torch.cat([torch.ones(labels.shape[0], dtype=torch.bool, device=used.device), used])
-        valid = valid.expand(labels.shape[0], -1)  # (B, B + size)
-        if same:
-            valid = valid & ~torch.eye(*valid.shape, dtype=torch.bool, device=valid.device)
-        if self.label_kind == "targets":
-            return LabelDistance(torch.where(valid, relations.label_distances(labels, others), 0.0))  # 0: left out
-        relation = relations.of(labels, references, others)
+        others = torch.cat([labels, self.labels])
+        valid = torch.cat([self.known.new_ones(labels.shape[0]), self._used()])  # (B + size,)
+        if self.label_kind == "targets":  # pairs at distance 0 are left out, an item with itself too
+            return LabelDistance(torch.where(valid, relations.label_distances(labels, others), 0.0))
+        relation = relations.of(labels, references, BatchFirst(others) if same else others)
         ids = labels if self.label_kind == "ids" else None
         return Relation(relation.positive & valid, relation.negative & valid, ids)
 
@@ -177,9 +172,8 @@ class CrossBatchMemory(nn.Module):
         skipped = max(number - size, 0)
         rows, labels = rows[skipped:].to(self.embeddings.dtype), labels[skipped:]
         slots = (self.cursor + torch.arange(skipped, number, device=rows.device)) % size
-        finite = ~reduce.any_in_row(~rows.isfinite())
-        if labels.is_floating_point():
-            finite = finite & (labels.isfinite() if labels.dim() == 1 else ~reduce.any_in_row(~labels.isfinite()))
+        columns = labels if labels.dim() == 2 else labels[:, None]
+        finite = ~(reduce.any_in_row(~rows.isfinite()) | reduce.any_in_row(~columns.isfinite()))
         empty = ~finite if labels.dim() == 1 else ~finite[:, None]
         self.embeddings = self.embeddings.index_copy(0, slots, rows.masked_fill(~finite[:, None], 0.0))
         self.labels = self.labels.index_copy(0, slots, labels.masked_fill(empty, self._blank))

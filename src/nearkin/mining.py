@@ -29,6 +29,7 @@ __all__ = [
     "multi_similarity",
     "pick",
     "random",
+    "random_semihard",
     "select",
     "semihard",
 ]
@@ -83,15 +84,11 @@ def semihard(distance: Tensor, relation: Relation, *, fallback: str = "farthest"
     """
     checks.one_of("fallback", fallback, FALLBACKS)
     distance = distance.detach().contiguous()
-    near_first, order = distance.masked_fill(~relation.negative, torch.inf).sort(dim=1, stable=True)  # (B, R) each
-    number = relation.negative.sum(1, keepdim=True)
+    near_first, order, number = _near_first(distance, relation)
     position = torch.searchsorted(near_first, distance, right=True)  # the first that is strictly farther
     valid = position < number
-    if fallback != "skip" and distance.shape[1] > 0:
-        other = torch.zeros_like(number)  # the nearest
-        if fallback == "farthest":
-            farthest = near_first.gather(1, (number - 1).clamp(min=0))
-            other = torch.searchsorted(near_first, farthest)  # of equals the first
+    if fallback != "skip":
+        other = _farthest(near_first, number) if fallback == "farthest" else torch.zeros_like(number)
         position = torch.where(valid, position, other)
         valid = number > 0
     chosen = order.gather(1, position.clamp(max=max(distance.shape[1] - 1, 0)))
@@ -116,18 +113,11 @@ def easy_positive(
     checks.one_of("negative", negative, ("semihard", "hard"))
     checks.one_of("fallback", fallback, FALLBACKS)
     distance = distance.detach()
-    _, positive = reduce.largest(-distance, relation.positive)
-    allowed = relation.negative
+    positive = reduce.largest(-distance, relation.positive)[1][:, None]
     if negative == "semihard":
-        allowed = relation.negative & (distance > pick(distance, positive[:, None]))
-    _, chosen = reduce.largest(-distance, allowed)
-    has_allowed = reduce.any_in_row(allowed)
-    valid = reduce.any_in_row(relation.positive) & has_allowed
-    if negative == "semihard" and fallback != "skip":
-        _, other = reduce.largest(distance if fallback == "farthest" else -distance, relation.negative)
-        chosen = torch.where(has_allowed, chosen, other)
-        valid = reduce.any_in_row(relation.positive) & reduce.any_in_row(relation.negative)
-    return Triplets(positive[:, None], chosen[:, None], valid[:, None])
+        return _semihard_of(distance, relation, positive, reduce.any_in_row(relation.positive, keepdim=True), fallback)
+    _, chosen = reduce.largest(-distance, relation.negative)
+    return Triplets(positive, chosen[:, None], _has_both(relation))
 
 
 def random(distance: Tensor, relation: Relation, *, generator: torch.Generator | None = None) -> Triplets:
@@ -137,6 +127,24 @@ def random(distance: Tensor, relation: Relation, *, generator: torch.Generator |
     draw = torch.rand(distance.shape, generator=generator, device=distance.device, dtype=distances.wide(distance))
     position = torch.minimum((draw * number).long(), (number - 1).clamp(min=0))
     return _every_positive(distance, negatives_first.gather(1, position), relation)
+
+
+def random_semihard(
+    distance: Tensor,
+    relation: Relation,
+    *,
+    margin: float | None,
+    squared: bool = False,
+    generator: torch.Generator | None = None,
+) -> Triplets:
+    """Every positive with a negative of its own, drawn uniformly from the farther ones within the margin.
+
+    These are d_ap < d_an < d_ap + margin, or with `squared` d_ap² < d_an² < d_ap² + margin. Where there are none, or
+    without a margin, all negatives with d_an > d_ap; where there are none either, the farthest, as in `semihard`.
+    By name a triplet or quadruplet loss gives its margin, on its own distance; a pair loss none.
+    Schroff et al. 2015, section 3.2: its semi-hard negatives "lie inside the margin"; the draw is ours.
+    """
+    return _random_semihard(distance, relation, None, margin, squared, generator)
 
 
 def distance_weighted(
@@ -197,27 +205,25 @@ def multi_similarity(distance: Tensor, relation: Relation, *, epsilon: float = 0
     return Pairs(positive, negative)
 
 
+_SEMIHARD = {"semihard": "farthest", "semihard_or_hardest": "hardest", "semihard_or_skip": "skip"}
 _PLAIN: dict[str, Callable[[Tensor, Relation], Triplets | Pairs]] = {
     "all": all_pairs,
     "hard": hard,
-    "semihard": semihard,
-    "semihard_or_hardest": partial(semihard, fallback="hardest"),
-    "semihard_or_skip": partial(semihard, fallback="skip"),
+    **{name: partial(semihard, fallback=fallback) for name, fallback in _SEMIHARD.items()},
     "batch_hard": batch_hard,
     "easy_positive": easy_positive,
     "hard_negatives": hard_negatives,
     "multi_similarity": multi_similarity,
 }
-_SEMIHARD = {"semihard": "farthest", "semihard_or_hardest": "hardest", "semihard_or_skip": "skip"}
-TRIPLET_SELECTIONS = ("hard", *_SEMIHARD, "batch_hard", "easy_positive", "random", "distance_weighted")
+DRAWN = ("random", "random_semihard", "distance_weighted")
+TRIPLET_SELECTIONS = ("hard", *_SEMIHARD, "batch_hard", "easy_positive", *DRAWN)
 PAIR_SELECTIONS = ("hard_negatives", "multi_similarity")
-DRAWN = ("random", "distance_weighted")
 
 
 def check_generator(selection: Selection, generator: torch.Generator | None) -> None:
     """Refuses a generator that nothing would be drawn from."""
     if generator is not None and not (isinstance(selection, str) and selection in DRAWN):
-        names = " or ".join(f'"{name}"' for name in DRAWN)
+        names = ", ".join(f'"{name}"' for name in DRAWN[:-1]) + f' or "{DRAWN[-1]}"'
         raise ValueError(f"generator must be left out unless selection is {names}, which draw, got a torch.Generator")
 
 
@@ -228,6 +234,8 @@ def select(
     *,
     dim: int | Tensor,
     cutoff: float | Tensor | None = 1.4,
+    margin: float | None = None,
+    squared: bool = False,
     generator: torch.Generator | None = None,
 ) -> Triplets | Pairs:
     """Applies a selection, by name with those of the arguments that it needs, or as a callable.
@@ -237,9 +245,11 @@ def select(
     if not isinstance(selection, str):
         return selection(distance, relation)
     checks.one_of("selection", selection, ("all", *TRIPLET_SELECTIONS, *PAIR_SELECTIONS))
-    few = _few(relation.positive) if selection in ("hard", *_SEMIHARD, "random", "distance_weighted") else None
+    few = _few(relation.positive) if selection in ("hard", *_SEMIHARD, *DRAWN) else None
     if selection in _SEMIHARD and few is not None:
-        return _semihard_of_few(distance.detach(), relation, *few, _SEMIHARD[selection])
+        return _semihard_of(distance.detach(), relation, *few, _SEMIHARD[selection])
+    if selection == "random_semihard":
+        return _random_semihard(distance, relation, few, margin, squared, generator)
     if selection == "distance_weighted":
         chosen: Triplets | Pairs = distance_weighted(distance, relation, dim=dim, cutoff=cutoff, generator=generator)
     elif selection == "random":
@@ -290,18 +300,59 @@ def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
     return columns, torch.arange(most) < number[:, None]
 
 
-def _semihard_of_few(distance: Tensor, relation: Relation, positive: Tensor, valid: Tensor, fallback: str) -> Triplets:
+def _semihard_of(distance: Tensor, relation: Relation, positive: Tensor, valid: Tensor, fallback: str) -> Triplets:
     """`semihard` without sorting: a pass over the row for each of an anchor's few positives, (B, T)."""
-    chosen, semihard = torch.zeros_like(positive), torch.zeros_like(valid)
-    for slot in range(positive.shape[1]):
-        beyond = relation.negative & (distance > pick(distance, positive[:, slot : slot + 1]))
-        _, chosen[:, slot] = reduce.largest(-distance, beyond)
-        semihard[:, slot] = reduce.any_in_row(beyond)
+    nearest, farther = [], []
+    for column in torch.split(positive, 1, 1):
+        beyond = relation.negative & (distance > pick(distance, column))
+        nearest.append(reduce.largest(-distance, beyond)[1])
+        farther.append(reduce.any_in_row(beyond))
+    chosen, semihard = torch.stack(nearest, 1), torch.stack(farther, 1)
     if fallback == "skip":
         return Triplets(positive, chosen, valid & semihard)
     _, other = reduce.largest(distance if fallback == "farthest" else -distance, relation.negative)
     chosen = torch.where(semihard, chosen, other[:, None])
-    return Triplets(positive, chosen, valid & reduce.any_in_row(relation.negative)[:, None])
+    return Triplets(positive, chosen, valid & reduce.any_in_row(relation.negative, keepdim=True))
+
+
+def _random_semihard(
+    distance: Tensor,
+    relation: Relation,
+    few: tuple[Tensor, Tensor] | None,
+    margin: float | None,
+    squared: bool,
+    generator: torch.Generator | None,
+) -> Triplets:
+    """`random_semihard` of an anchor's few positives, or of all columns: equal draws in both forms."""
+    distance = distance.detach().to(torch.promote_types(distance.dtype, torch.float32)).contiguous()
+    near_first, order, number = _near_first(distance, relation)
+    draw = torch.rand(distance.shape, generator=generator, device=distance.device, dtype=distances.wide(distance))
+    positive, valid = few or (_columns(distance), relation.positive)
+    if few is not None:
+        distance, draw = distance.gather(1, positive), draw.gather(1, positive)  # (B, T) each
+    start = torch.searchsorted(near_first, distance, right=True)  # the first that is strictly farther
+    stop = number
+    if margin is not None:
+        checks.at_least("margin", margin, 0)
+        reach = (distance.square() + margin).sqrt() if squared else distance + margin
+        inside = torch.searchsorted(near_first, reach)
+        stop = torch.where(inside > start, inside, number)
+    none_farther, farthest = start >= number, _farthest(near_first, number)
+    start, stop = torch.where(none_farther, farthest, start), torch.where(none_farther, farthest + 1, stop)
+    position = torch.minimum(start + (draw * (stop - start)).long(), stop - 1)
+    chosen = order.gather(1, position.clamp(max=max(near_first.shape[1] - 1, 0)))  # NaN is beyond all places
+    return Triplets(positive, chosen, valid & (number > 0))
+
+
+def _near_first(distance: Tensor, relation: Relation) -> tuple[Tensor, Tensor, Tensor]:
+    """Distances of each anchor's negatives in ascending order, infinite beyond them; their columns; their number."""
+    near_first, order = distance.masked_fill(~relation.negative, torch.inf).sort(dim=1, stable=True)  # (B, R) each
+    return near_first, order, relation.negative.sum(1, keepdim=True)
+
+
+def _farthest(near_first: Tensor, number: Tensor) -> Tensor:
+    """The place of the farthest negative, (B, 1), of equals the first."""
+    return torch.searchsorted(near_first, pick(near_first, (number - 1).clamp(min=0)))
 
 
 def _every_positive(distance: Tensor, negative: Tensor, relation: Relation) -> Triplets:

@@ -9,16 +9,14 @@ from torch.autograd import gradcheck
 
 import nearkin
 from cases import CLASSES, DIM, LOSSES, masks
-from nearkin import losses, relations
+from nearkin import losses, mining, relations
 from nearkin.core import blockwise
 
 WHOLE = ("ContrastiveLoss-hard", "TripletLoss-hard-swap")  # their selection looks at all rows
 CASES = [
     case
     for case in LOSSES
-    if case.pairs
-    and "max_memory" in inspect.signature(type(case.build()).__init__).parameters
-    and case.name not in WHOLE
+    if case.pairs and "max_memory" in inspect.signature(type(case.build())).parameters and case.name not in WHOLE
 ]
 IDS = [case for case in CASES if not case.graded]
 PLAIN = [case for case in IDS if "classes" not in case.name and not case.by_class]
@@ -30,15 +28,20 @@ SIZES = (1, 5, 12)  # rows a block, of 13
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """Counts the blocks that were made."""
+    """The first rows of the blocks that were made, in turn."""
     made = []
-    plain = blockwise.recomputed
+    plain = blockwise._parts
 
-    def counting(function, start, *rest, **more):
-        made.append(start)
-        return plain(function, start, *rest, **more)
+    def counting(*arguments):
+        part, *rest = plain(*arguments)
 
-    monkeypatch.setattr(blockwise, "recomputed", counting)
+        def counted(start, *more):
+            made.append(start)
+            return part(start, *more)
+
+        return counted, *rest
+
+    monkeypatch.setattr(blockwise, "_parts", counting)
     return made
 
 
@@ -78,6 +81,7 @@ def assert_equal(got, expected, tolerance=1e-12):
 def test_all_that_should_be_are_covered():
     names = {type(case.build()).__name__ for case in CASES}
     expected = "Contrastive Margin MultiSimilarity Circle SupCon InfoNCE NPair LiftedStructure Triplet LosslessTriplet"
+    expected += " GeneralizedLifted Sigmoid Quadruplet"
     assert names >= {f"{name}Loss" for name in (*expected.split(), "LogRatio", "FastAP", "SmoothAP")}
 
 
@@ -233,7 +237,7 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("name", ["MarginLoss", "TripletLoss"])
-@pytest.mark.parametrize("selection", ["distance_weighted", "random"])
+@pytest.mark.parametrize("selection", mining.DRAWN)
 @pytest.mark.parametrize("own", [False, True])
 def test_a_block_draws_again_what_it_drew(name, selection, own, blocks):
     """On the CPU, where draws are one sequence, even what the dense form draws; the generator ends where it ended."""
@@ -338,15 +342,28 @@ def test_a_queue_may_move_on_before_the_gradient_comes_by(dtype):
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_a_mask_may_not():
+def test_a_mask_may_not_where_blocks_are_made_again():
     case = next(c for c in CASES if c.name == "SupConLoss")
     module, (x, labels) = case.build(), batch_of(case)
     module.max_memory = room(3, x)
-    relation = relations.Relation(*masks(labels))
+    relation = relations.Relation(*(mask.clone() for mask in masks(labels)))
     value = module(x.requires_grad_(), relation)
+    [expected] = torch.autograd.grad(module(x, labels), x)
+    module.reduction = "none"
+    each = module(x, relation)
     relation.positive.zero_()
+    assert torch.equal(torch.autograd.grad(value, x)[0], expected), "made with the value"
     with pytest.raises(RuntimeError, match="labels must not change in place between a loss and its backward"):
-        value.backward()
+        each.sum().backward()
+
+
+@every_reduced
+def test_a_number_to_train_on_computes_each_block_once(case, blocks):
+    module, (x, labels) = case.build(), batch_of(case)
+    run(module, room(5, x), x, labels)
+    single = sorted(set(blocks))
+    passes = {"LiftedStructureLoss": 2, "LiftedStructureLoss-max": 2, "NPairLoss": 1, "QuadrupletLoss": 2}
+    assert single == [0, 5, 10] and len(blocks) <= 3 * 4, passes
 
 
 @pytest.mark.slow

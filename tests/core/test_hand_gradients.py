@@ -31,7 +31,7 @@ def rows(chosen):
     return set(zip(*(part.tolist() for part in chosen.indices()), strict=True))
 
 
-@pytest.mark.parametrize("name", ["hard", "semihard", "random", "distance_weighted"])
+@pytest.mark.parametrize("name", ["hard", "semihard", *mining.DRAWN])
 @pytest.mark.parametrize("unknown", [False, True])
 def test_few_positives_give_the_same_triplets(name, unknown, monkeypatch):
     x, labels = batch(unknown=unknown)

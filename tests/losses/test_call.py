@@ -9,7 +9,7 @@ import torch
 
 import nearkin
 from nearkin import losses
-from nearkin.losses.call import PairCall
+from nearkin.losses.engine import Call
 
 ROOM = Path(nearkin.__file__).parent / "losses"
 
@@ -41,7 +41,7 @@ def test_impl_is_answered_by_a_sentence_where_it_has_left(name):
     (function,) = [f for f in losses.__all__ if f.endswith("_loss") and f.replace("_", "") == f"{name.lower()}loss"]
     way = r"with its kernels: leave it out; loss\.compile\(\) makes it fast on a GPU"
     for impl in ("auto", "torch", "triton"):
-        with pytest.raises(TypeError, match=f"^impl has left {function} {way}$"):
+        with pytest.raises(TypeError, match=f"^impl has left {name}Loss {way}$"):
             getattr(losses, function)(x, labels, impl=impl)
         with pytest.raises(TypeError, match=f"^impl has left {name}Loss {way}$"):
             getattr(losses, f"{name}Loss")(impl=impl)
@@ -53,22 +53,22 @@ def test_a_variant_of_your_own_answers_too():
     class Mine(losses.SupConLoss):
         pass
 
-    with pytest.raises(TypeError, match="impl has left SupConLoss"):
+    with pytest.raises(TypeError, match="impl has left Mine"):
         Mine(impl="torch")
 
 
 def test_a_batch_that_is_its_own_reference_is_the_batch_alone():
     x, labels = torch.randn(6, 4), torch.arange(6) // 2
-    call = PairCall(x, labels, x, labels, "mean")
-    assert call.batch.references is None and call.batch.reference_labels is None
-    assert call.fits()
+    call = Call(losses.SupConLoss(), x, labels, x, labels)
+    assert call.alone and call.batch.reference_labels is None and call.fits()
 
 
 def test_terms_and_totals_are_tainted_by_what_is_not_finite():
     x, labels = torch.randn(6, 4), torch.arange(6) // 2
     value, counts = torch.arange(6.0), torch.arange(6) > 0
-    assert float(PairCall(x, labels, None, None, "mean").terms(value, counts)) == 3
-    assert float(PairCall(x, labels, None, None, "sum").total(value, counts, counts)) == 15
+    mean, total = losses.SupConLoss(), losses.SupConLoss(reduction="sum")
+    assert float(Call(mean, x, labels).total(value, counts)) == 3
+    assert float(Call(total, x, labels).total(value, counts, counts)) == 15
     x[2, 1] = torch.inf
-    assert bool(PairCall(x, labels, None, None, "sum").total(value, counts, counts).isnan())
-    assert bool(PairCall(torch.ones(6, 4), labels, x, labels, "mean").terms(value, counts).isnan())
+    assert bool(Call(total, x, labels).total(value, counts, counts).isnan())
+    assert bool(Call(mean, torch.ones(6, 4), labels, x, labels).total(value, counts).isnan())

@@ -1,5 +1,6 @@
 """Selections against loops written from their definitions: exact, ties included; drawn ones by their frequencies."""
 
+import shutil
 from functools import partial
 
 import hypothesis.strategies as st
@@ -15,6 +16,7 @@ from cases import DIM, pair_twin
 from nearkin import losses, mining, relations
 from nearkin.core import distances
 from nearkin.core.relations import Relation
+from nearkin.dist import global_batch
 
 
 def easy_positive_or_skip(distance, positive, negative):
@@ -50,6 +52,9 @@ PAIRS = {
 }
 DRAWN = {
     "random": (mining.random, None),
+    "random_semihard": (partial(mining.random_semihard, margin=0.3), None),
+    "random_semihard-squared": (partial(mining.random_semihard, margin=0.3, squared=True), None),
+    "random_semihard-any": (partial(mining.random_semihard, margin=None), None),
     "distance_weighted": (partial(mining.distance_weighted, dim=8), {"dim": 8}),
     "distance_weighted-flat": (partial(mining.distance_weighted, dim=2), {"dim": 2}),
     "distance_weighted-high": (
@@ -147,7 +152,11 @@ def assert_drawn(name, distance, relation):
     assert_valid(listed, relation)
     wanted = {(a, p) for a in with_both(relation) for p in reference.columns(relation.positive.tolist(), a)}
     assert {(a, p) for a, p, _ in listed} == wanted and len(listed) == len(wanted)
-    for a, _, n in listed:
+    rows, negative = distance.tolist(), relation.negative.tolist()
+    for a, p, n in listed:
+        if name.startswith("random_semihard"):
+            margin, squared = function.keywords["margin"], function.keywords.get("squared", False)
+            assert n in reference.farther_negatives(rows[a], p, reference.columns(negative, a), margin, squared)
         if weights and relation.negative[a].sum() > 1 and not (weights["dim"] == 2 and distance[a, n] >= 2):
             assert reference.distance_weights(distance[a].tolist(), relation.negative[a].tolist(), **weights)[n] > 0
     again = function(distance, relation, generator=torch.Generator().manual_seed(5))
@@ -254,6 +263,14 @@ def test_layout_and_precision_of_distances_do_not_matter(name):
             assert torch.equal(a, b) and not a.requires_grad
 
 
+@pytest.mark.parametrize("name", TRIPLETS | DRAWN)
+def test_nan_chooses_columns_that_exist(name):
+    """The loss is NaN by its taint; a place beyond the row would be another error."""
+    chosen = EVERY[name](torch.full((8, 8), torch.nan), relations.of(torch.arange(8) // 2))
+    for columns in chosen[:2]:
+        assert bool(((columns >= 0) & (columns < 8)).all())
+
+
 def test_semihard_by_hand():
     """Positives at 1 and 3; negatives at 1 (a tie is not farther), 2, 2 and 0."""
     distance = torch.tensor([[1.0, 3.0, 1.0, 2.0, 2.0, 0.0]])
@@ -293,16 +310,16 @@ def test_a_near_duplicate_starves_nobody(dim):
     assert bool((drawn.negative[0][drawn.valid[0]] == 4).all()) or dim == 8  # the near one outweighs all others
 
 
-def frequencies(row, negatives, draws, **how):
-    """How often each of the first columns was drawn for `draws` positives, in one call; rows of distances (B, N)."""
+def frequencies(row, negatives, draws, at=0.1, **how):
+    """What of the first columns was drawn for `draws` positives, in one call; rows of distances (B, N)."""
     rows = torch.tensor(row, dtype=torch.float64)
-    distance = torch.cat([rows, torch.full((len(rows), draws), 0.1, dtype=torch.float64)], 1)
+    distance = torch.cat([rows, torch.full((len(rows), draws), at, dtype=torch.float64)], 1)
     masked = torch.cat([torch.tensor(negatives), torch.zeros(len(rows), draws, dtype=torch.bool)], 1)
     relation = Relation(~masked & (torch.arange(distance.shape[1]) >= rows.shape[1]), masked)
     if "dim" in how:
         chosen = mining.distance_weighted(distance, relation, **how)
     else:
-        chosen = mining.random(distance, relation, **how)
+        chosen = (mining.random_semihard if "margin" in how else mining.random)(distance, relation, **how)
     assert bool(chosen.valid[:, rows.shape[1] :].all())
     return chosen.negative[:, rows.shape[1] :]
 
@@ -371,7 +388,31 @@ def test_random_is_uniform():
         assert_distributed(own, (allowed / allowed.sum()).tolist())
 
 
-@pytest.mark.parametrize("how", [{}, {"dim": 4}], ids=["random", "distance_weighted"])
+@pytest.mark.parametrize("squared", [False, True])
+def test_random_semihard_is_uniform_among_the_first_kind_that_there_is(squared):
+    """1e5 positives at 0.5 a row; margin 0.3 ends at 0.8, or squared at 0.742."""
+    row = [
+        [0.1, 0.5, 0.50001, 0.6, 0.74, 0.75, 0.8, 0.9, 1.9],  # some within the margin
+        [0.1, 0.5, 0.49999, 0.3, 0.9, 0.80001, 0.8, 1.4, 1.9],  # none within, some farther
+        [0.1, 0.2, 0.49999, 0.5, 0.3, 0.0, 0.5, 0.4, 0.5],  # none farther: the first of the farthest
+        [0.6, 0.6, 0.6, 0.9, 0.9, 0.9, 0.5, 0.5, 0.2],  # ties, each with its share
+    ]
+    negatives = [[n != 3 for n in range(9)], *[[n != 8 for n in range(9)]] * 3]
+    frequent = {"margin": 0.3, "squared": squared, "generator": torch.Generator().manual_seed(4 + squared)}
+    drawn = frequencies(row, negatives, 100_000, at=0.5, **frequent)
+    wanted = [[2, 4] if squared else [2, 4, 5], [4, 5, 6, 7], [3], [0, 1, 2]]
+    for i, among in enumerate(wanted):
+        own = [n for n in range(9) if negatives[i][n]]
+        assert reference.farther_negatives([*row[i], 0.5], 9, own, 0.3, squared) == among
+        assert_distributed(drawn[i], [(n in among) / len(among) for n in range(9)])
+    softly = frequencies(row, negatives, 100_000, at=0.5, margin=None, generator=torch.Generator().manual_seed(6))
+    for i, among in enumerate([[2, 4, 5, 6, 7, 8], [4, 5, 6, 7], [3], [0, 1, 2, 3, 4, 5]]):
+        assert_distributed(softly[i], [(n in among) / len(among) for n in range(9)])
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"margin": 2.0}, {"dim": 4}], ids=["random", "random_semihard", "distance_weighted"]
+)
 def test_each_positive_draws_its_own_negative(how):
     """Neighbouring positives, and neighbouring anchors, draw independently of each other."""
     row = [torch.linspace(0.5, 1.2, 6).tolist()] * 2
@@ -453,6 +494,7 @@ def test_cost(name):
 NAMES = ("all", *mining.TRIPLET_SELECTIONS, *mining.PAIR_SELECTIONS)
 TRIPLET, PAIR = mining.TRIPLET_SELECTIONS, mining.PAIR_SELECTIONS
 RAW = tuple(name for name in NAMES if name != "distance_weighted")
+DRAWERS = {name: getattr(mining, name) for name in mining.DRAWN}
 TAKERS = {  # how to make it, its loop, what it takes, and where distance-weighted draws end
     "TripletLoss": (losses.TripletLoss, reference.triplet, ("all", *TRIPLET), 1.4),
     "TripletLoss-soft": (partial(losses.TripletLoss, None), reference.triplet, TRIPLET, 1.4),
@@ -483,14 +525,20 @@ def test_every_loss_with_every_selection(taker, name):
         named = str(error.value).split("possible: ")[1].split(", ")
         assert set(possible) <= set(named) and name not in named
         return
-    if name not in ("random", "distance_weighted"):
+    if name not in DRAWERS:
         module = make(selection=name).double()
         value = module(x, labels)
         torch.testing.assert_close(value, pair_twin(loop)(module, x, labels), rtol=1e-10, atol=1e-12)
     else:
         value = make(selection=name, generator=torch.Generator().manual_seed(3)).double()(x, labels)
-        drawer = {"random": mining.random, "distance_weighted": mining.distance_weighted}[name]
-        how = {"dim": DIM, "cutoff": cutoff} if name == "distance_weighted" else {}
+        drawer, how = DRAWERS[name], {}
+        if name == "distance_weighted":
+            how = {"dim": DIM, "cutoff": cutoff}
+        elif (
+            name == "random_semihard"
+        ):  # a triplet's margin, on its squared distances; a pair loss has none between two
+            margin = 0.2 if taker in ("TripletLoss", "TripletLoss-swap", "TripletLoss-raw") else None
+            how = {"margin": margin, "squared": True}
         generator = torch.Generator().manual_seed(3)
         by_hand = make(selection=lambda d, relation: drawer(d, relation, generator=generator, **how)).double()
         torch.testing.assert_close(value, by_hand(x, labels), rtol=0, atol=0)
@@ -563,12 +611,94 @@ def test_all_by_name_is_every_pair():
     assert near is far is distance and positive is relation.positive and negative is relation.negative
 
 
+def test_ranks_know_which_selections_draw():
+    assert global_batch._RANDOM_SELECTIONS == mining.DRAWN
+
+
+def semihard_draws(x, labels, references=None, dtype=torch.float64, **settings):
+    """The triplets that a triplet loss has drawn, and its value."""
+    taken, select = [], mining.select
+
+    def watched(*arguments, **options):
+        taken.append(select(*arguments, **options))
+        return taken[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mining, "select", watched)
+        loss = losses.TripletLoss(selection="random_semihard", generator=torch.Generator().manual_seed(2), **settings)
+        taken.clear()  # of the check of the settings
+        value = loss(x.to(dtype), labels, *(() if references is None else references))
+    return [triplet for chosen in taken for triplet in triplets(chosen)], value
+
+
+@pytest.mark.parametrize("squared", [True, False])
+@pytest.mark.parametrize("margin", [0.15, None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_triplet_loss_draws_within_its_margin_of_its_own_distance(squared, margin, dtype):
+    x, labels = some_batch()
+    x = x.detach().to(dtype)
+    listed, value = semihard_draws(x, labels, dtype=dtype, squared=squared, margin=margin)
+    distance = distances.euclidean(x, normalize=True).double()
+    relation, kinds = relations.of(labels), set()
+    assert len(listed) == 4 * 4 * 3
+    for a, p, n in listed:
+        row, own = distance[a].tolist(), reference.columns(relation.negative.tolist(), a)
+        among = reference.farther_negatives(row, p, own, margin, squared)
+        assert n in among
+        farther = len([i for i in own if row[i] > row[p]])
+        kinds.add("nearer" if not farther else "farther" if margin is None or len(among) == farther else "within")
+    assert kinds >= ({"farther"} if margin is None else {"within"})
+    power = 2 if squared else 1
+    gaps = torch.tensor([distance[a, p] ** power - distance[a, n] ** power for a, p, n in listed])
+    wanted = torch.nn.functional.softplus(gaps) if margin is None else (gaps + margin).relu()
+    assert float(value) == pytest.approx(float(wanted.mean()), rel=1e-5)
+
+
+def test_random_semihard_of_hardly_anyone():
+    """No item, classes of one member, one class, everybody in one point, and NaN: 0 or NaN, never an error."""
+    for x, labels in [
+        (torch.empty(0, 4), []),
+        (torch.randn(5, 4), [0, 1, 2, 3, 4]),
+        (torch.randn(5, 4), [3] * 5),
+        (torch.randn(1, 4), [0]),
+        (torch.ones(6, 4), [0, 0, 1, 1, 2, -1]),
+        (torch.full((8, 4), torch.nan), [0, 0, 1, 1, 2, 2, 3, -1]),
+    ]:
+        for form in ({}, {"max_memory": 8_000}):
+            listed, value = semihard_draws(x, torch.tensor(labels, dtype=torch.long), dtype=torch.float32, **form)
+            assert bool(value.isnan()) == bool(x.isnan().any())
+            assert len(listed) == {5: 0, 6: 4, 8: 6}.get(len(x), 0)
+            assert bool(value == 0) or listed
+    listed, value = semihard_draws(torch.ones(6, 4), torch.tensor([0, 0, 1, 1, 2, -1]))
+    assert listed == [(0, 1, 2), (1, 0, 2), (2, 3, 0), (3, 2, 0)] and float(value) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_random_semihard_compiles_whole_and_draws_what_it_draws_eagerly(backend):
+    if backend == "inductor" and shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on this machine")
+    torch._dynamo.reset()
+    x, labels = some_batch()
+    loss = losses.TripletLoss(selection="random_semihard").double()
+    compiled, values = torch.compile(loss, fullgraph=True, backend=backend), []
+    for run in (loss, compiled):
+        torch.manual_seed(9)
+        x.grad = None
+        with torch._inductor.config.patch(fallback_random=True):  # torch's own numbers, as without a compiler
+            value = run(x, labels)
+        value.backward()
+        values.append((value.detach(), x.grad))
+    for eager, other in zip(*values, strict=True):
+        torch.testing.assert_close(other, eager, rtol=1e-10, atol=1e-12)
+
+
 def test_bad_settings_are_told():
     distance, relation = torch.rand(3, 3), make_relation("ids", 3, None)
     for call, words in [
         (lambda: mining.semihard(distance, relation, fallback="nearest"), 'unknown fallback "nearest"'),
         (lambda: mining.easy_positive(distance, relation, negative="easy"), 'unknown negative "easy"'),
         (lambda: mining.easy_positive(distance, relation, fallback="any"), 'unknown fallback "any"'),
+        (lambda: mining.random_semihard(distance, relation, margin=-0.1), "margin must be >= 0, got -0.1"),
         (lambda: mining.distance_weighted(distance, relation, dim=1), "dim must be >= 2, got 1"),
         (lambda: mining.distance_weighted(distance, relation, dim=8, clip=0), "clip must be > 0 and < 2, got 0"),
     ]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances, reduce, relations
-from nearkin.core.autograd import recomputed
+from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
 from nearkin.core.labels import BatchFirst, LabelDistance, Labels, Relation
 
 __all__ = ["AUTOMATIC", "Batch", "Rows", "block", "blocks", "fits", "gaps", "hinges", "relation", "run"]
-__all__ += ["sums_and_counts", "transposed"]
+__all__ += ["summed", "sums_and_counts", "transposed"]
 
 PAIR = 64  # bytes per pair of anchor and reference: up to 16 float32 matrices, the bound of the memory benchmark
 ROW = 48  # bytes per coordinate of anchors and references: wide copies, their gradients, and sums of these
@@ -57,26 +57,127 @@ def run(
     if size >= batch.embeddings.shape[0]:
         related = partial(gaps, batch) if graded else relation(batch)
         return rows(batch.embeddings, batch.references, related, *extra)
-    batch, unchanged = _snapshot(batch)
-    kind = torch.promote_types(batch.embeddings.dtype, torch.float32)
-    anchors = _wide_copy(batch.embeddings)
-    references = anchors if batch.references is None else _wide_copy(batch.references)
-    other_kind = kind if batch.references is None else torch.promote_types(batch.references.dtype, torch.float32)
-
-    def part(start: int, x: Tensor, *slices: Tensor) -> tuple[Tensor, ...]:
-        unchanged()
-        stop = start + x.shape[0]
-        related = partial(gaps, batch, start, stop) if graded else relation(batch, start, stop)
-        return rows(x.to(kind), references.to(other_kind), related, *slices)
-
+    part, anchors, references = _parts(rows, batch, graded)
     columns = []
     again: dict[str, Any] = {"preserve_rng_state": draws and generator is None}
     split = (torch.split(t, size) for t in (anchors, *(t.clone() for t in extra)))
     for i, pieces in enumerate(zip(*split, strict=True)):
         if draws and generator is not None:
             again["context_fn"] = _replay(generator)
-        columns.append(recomputed(part, i * size, *pieces, **again))
+        columns.append(recomputed(part, i * size, references, *pieces, **again))
     return tuple(torch.cat(column) for column in zip(*columns, strict=True))
+
+
+def summed(
+    rows: Rows,
+    batch: Batch,
+    *extra: Tensor,
+    learned: tuple[Tensor, ...] = (),
+    max_memory: int | None,
+    graded: bool = False,
+    all_rows: str | None = None,
+) -> tuple[Tensor, ...]:
+    """The sums over all anchors of what `rows` computes, the first of them with a gradient, in blocks.
+
+    Where one sum pulls all rows alike, its gradient is made while a block is there: each block is computed once.
+    learned: tensors beside the arguments that `rows` depends on.
+    """
+    size = block(batch, max_memory, all_rows)
+    inputs = (batch.embeddings, batch.references, *extra, *learned)
+    if traced() or not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
+        columns = run(rows, batch, *extra, max_memory=max_memory, graded=graded, all_rows=all_rows)
+        return tuple(column.sum() for column in columns)
+    part, anchors, references = _parts(rows, batch, graded)
+    alone = batch.references is None
+    copies = tuple(t.clone() for t in extra)
+    result: tuple[Tensor, ...] = _Summed.call(
+        part, size, alone, len(extra), anchors, None if alone else references, *copies, *learned
+    )
+    return result
+
+
+class _Summed(HandGradient):
+    """Sums over blocks of anchors, with the gradient of the first, made block by block in the wide type."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Any, size: int, alone: bool, extras: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        wanted = [t is not None and t.requires_grad for t in inputs]
+        slopes = [torch.zeros_like(t) if want else None for t, want in zip(inputs, wanted, strict=True)]
+        anchors, references, *others = inputs
+        extra, learned = others[:extras], others[extras:]
+        totals: list[Tensor] = []
+        for start in range(0, anchors.shape[0], size):
+            rows = slice(start, start + size)
+            leaves = [_leaf(anchors[rows], wanted[0])]
+            whole = _leaf(anchors if alone else references, wanted[0] if alone else wanted[1])
+            slices = [_leaf(t[rows], want) for t, want in zip(extra, wanted[2:], strict=False)]
+            with torch.enable_grad():
+                sums = [value.sum() for value in part(start, whole, *leaves, *slices)]
+                sources = [*leaves, whole, *slices, *learned]
+                chosen = [t for t in sources if t.requires_grad]
+                with torch.autocast(device_type(anchors), enabled=False):  # as in a backward pass
+                    grads = torch.autograd.grad(sums[0], chosen, allow_unused=True) if sums[0].requires_grad else ()
+                found = iter(grads)
+            places = [0, 0 if alone else 1, *range(2, 2 + len(slices)), *range(2 + extras, len(inputs))]
+            for place, source in zip(places, sources, strict=True):
+                slope = next(found, None) if source.requires_grad else None
+                target = slopes[place]
+                if slope is None or target is None:
+                    continue
+                by_row = source is leaves[0] or any(source is t for t in slices)
+                (target[rows] if by_row else target).add_(slope)
+            sums = [total.detach() for total in sums]
+            totals = sums if not totals else [a + b for a, b in zip(totals, sums, strict=True)]
+        ctx.again = part, size, alone, extras
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*totals[1:])
+        ctx.save_for_backward(*inputs, *slopes)
+        return tuple(totals)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        inputs, slopes = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        if slope is None:
+            return (None,) * (4 + len(inputs))
+        if not torch.is_grad_enabled():
+            return *(None,) * 4, *(None if t is None else t * slope for t in slopes)
+        part, size, alone, extras = ctx.again
+
+        def once_more(anchors: Any, references: Any, *others: Any) -> Tensor:
+            whole, total = anchors if alone else references, slope.new_zeros(())
+            for start in range(0, anchors.shape[0], size):
+                slices = (t[start : start + size] for t in (anchors, *others))
+                total = total + recomputed(part, start, whole, *slices)[0].sum()
+            return total
+
+        # Views: an input may have been made from another, and that path is not the function's.
+        own = [x if x is None else x.view_as(x) for x in inputs[: 2 + extras]]
+        sources = [*own, *inputs[2 + extras :]]
+        chosen = [x for x, target in zip(sources, slopes, strict=True) if target is not None]
+        found = iter(torch.autograd.grad(once_more(*own), chosen, slope, create_graph=True, allow_unused=True))
+        return *(None,) * 4, *(None if target is None else next(found) for target in slopes)
+
+
+def _leaf(x: Tensor, wanted: bool) -> Tensor:
+    return x.detach().requires_grad_(wanted)
+
+
+def _parts(rows: Rows, batch: Batch, graded: bool) -> tuple[Callable[..., tuple[Tensor, ...]], Tensor, Tensor]:
+    """`rows` as a function of (start, references, anchors of a block, *extra), and wide anchors and references."""
+    batch, unchanged = _snapshot(batch)
+    kind = torch.promote_types(batch.embeddings.dtype, torch.float32)
+    anchors = _wide_copy(batch.embeddings)
+    references = anchors if batch.references is None else _wide_copy(batch.references)
+    other_kind = kind if batch.references is None else torch.promote_types(batch.references.dtype, torch.float32)
+
+    def part(start: int, references: Tensor, x: Tensor, *slices: Tensor) -> tuple[Tensor, ...]:
+        unchanged()
+        stop = start + x.shape[0]
+        related = partial(gaps, batch, start, stop) if graded else relation(batch, start, stop)
+        return rows(x.to(kind), references.to(other_kind), related, *slices)
+
+    return part, anchors, references
 
 
 def block(batch: Batch, max_memory: int | None, all_rows: str | None = None) -> int:

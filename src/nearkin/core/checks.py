@@ -39,6 +39,7 @@ __all__ += [
     "indices",
     "integer",
     "no_effect",
+    "no_more",
     "number",
     "one_of",
     "positive",
@@ -125,6 +126,11 @@ def enough(name: str, value: int, needed: int, what: str) -> None:
         raise ValueError(f"{name} must be at least {what}: {needed}, got {value}")
 
 
+def no_more(name: str, value: int, most: int, what: str) -> None:
+    if value > most:
+        raise ValueError(f"{name} must be at most {what}: {most}, got {value}")
+
+
 def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     known = list(allowed)
     if value not in known:
@@ -169,13 +175,13 @@ def rows(name: str, value: object) -> Tensor:
     return value
 
 
-def finite(name: str, value: Tensor) -> None:
-    """Refuses NaN and Inf; reads the values, on any device, in slices of rows."""
+def finite(name: str, value: Tensor, what: str = "rows") -> None:
+    """Refuses NaN and Inf; reads the values, on any device, in slices of rows. what: a row stands for."""
     bad = 0
     for part in torch.split(value, 8192):
         bad += int((~part.isfinite()).any(1).sum())
     if bad:
-        raise ValueError(f"{name} must be finite, got NaN or Inf in {bad} rows")
+        raise ValueError(f"{name} must be finite, got NaN or Inf in {bad} {what}")
 
 
 def dimensions(name: str, value: Tensor, dim: int, owner: str) -> None:

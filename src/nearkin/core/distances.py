@@ -13,7 +13,7 @@ from torch import Tensor
 from nearkin.core import checks, devices, near, symmetric
 from nearkin.core.autograd import HandGradient, device_type, traced
 
-__all__ = ["cosine", "dot", "euclidean", "freely_read", "length", "squared_euclidean"]
+__all__ = ["cosine", "dot", "euclidean", "freely_read", "length", "picked", "squared_euclidean"]
 __all__ += ["unit", "unit_rows", "unit_slope", "units", "upcast", "wide"]
 
 _EPS = torch.finfo(torch.float64).eps
@@ -72,6 +72,17 @@ def squared_euclidean(x: Tensor, references: Tensor | None = None, *, normalize:
 def euclidean(x: Tensor, references: Tensor | None = None, *, normalize: bool = False) -> Tensor:
     """||x_i - r_j||, (B, R), of unit rows with `normalize`; where it is 0 its gradient is 0."""
     return _distances(x, references, normalize, True)
+
+
+def picked(x: Tensor, references: Tensor | None, columns: Tensor, *, normalize: bool, root: bool) -> Tensor:
+    """Euclidean distances to (B, T) columns of the references, or their squares, by differences: nothing (B, R)."""
+    a = _wide_rows(x, normalize)[0]
+    r = a if references is None else _wide_rows(references, normalize)[0]
+    squared = (a[:, None, :] - r[columns]).square().sum(2)
+    if root:
+        apart = squared > 0
+        squared = torch.where(apart, torch.where(apart, squared, 1.0).sqrt(), 0.0)
+    return squared.to(_result_type(x, references))
 
 
 def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool) -> Tensor:

@@ -19,7 +19,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_RANDOM_SELECTIONS = ("random", "distance_weighted")
+_RANDOM_SELECTIONS = ("random", "random_semihard", "distance_weighted")
 
 
 class GlobalBatch(nn.Module):

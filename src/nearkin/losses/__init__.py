@@ -30,15 +30,17 @@ from nearkin.losses.matryoshka import (
     MatryoshkaLoss,
 )
 from nearkin.losses.module import LossModule as _LossModule
-from nearkin.losses.pair import (
+from nearkin.losses.pairs import (
     CircleLoss,
     ContrastiveLoss,
     MarginLoss,
     MultiSimilarityLoss,
+    SigmoidLoss,
     circle_loss,
     contrastive_loss,
     margin_loss,
     multi_similarity_loss,
+    sigmoid_loss,
 )
 from nearkin.losses.proxy import (
     ProxyAnchorLoss,
@@ -71,10 +73,6 @@ from nearkin.losses.siamese import (
     SiameseLoss,
     siamese_loss,
 )
-from nearkin.losses.siglip import (
-    SigmoidLoss,
-    sigmoid_loss,
-)
 from nearkin.losses.soft_triple import (
     SoftTripleLoss,
     soft_triple_loss,
@@ -89,10 +87,12 @@ from nearkin.losses.softmax import (
     normalized_softmax_loss,
 )
 from nearkin.losses.structured import (
+    GeneralizedLiftedLoss,
     InfoNCELoss,
     LiftedStructureLoss,
     NPairLoss,
     SupConLoss,
+    generalized_lifted_loss,
     infonce_loss,
     lifted_structure_loss,
     npair_loss,
@@ -119,6 +119,7 @@ __all__ = [
     "CosFaceLoss",
     "FacilityLocationLoss",
     "FastAPLoss",
+    "GeneralizedLiftedLoss",
     "HeatedSoftmaxLoss",
     "HierarchyLoss",
     "InfoNCELoss",
@@ -155,6 +156,7 @@ __all__ = [
     "facility_location",
     "facility_location_loss",
     "fastap_loss",
+    "generalized_lifted_loss",
     "heated_softmax_loss",
     "infonce_loss",
     "lifted_structure_loss",

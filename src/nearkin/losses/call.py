@@ -1,4 +1,4 @@
-"""One call of a loss: its checked batch, the pass that computes it, and its reduction.
+"""One call of a loss over class weights: its batch, the kernel or the pass in plain torch, and its reduction.
 
 Losses over class weights and facility location have kernels, and here alone is decided between them and plain torch.
 impl: "torch" runs anywhere, "triton" takes a kernel where one serves, "auto" does so where it is faster. What a kernel
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin import kernels, mining
-from nearkin.core import blockwise, checks, class_anchors, class_softmax, reduce
+from nearkin import kernels
+from nearkin.core import checks, class_anchors, class_softmax, reduce
 from nearkin.core.autograd import traced
 from nearkin.core.class_softmax import Rivals
 from nearkin.core.relations import Labels
@@ -31,7 +31,7 @@ from nearkin.kernels.class_loss_ops import Annealing, Form
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 
-__all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "PairCall", "again_plainly"]
+__all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "again_plainly"]
 __all__ += ["center_kernel", "center_step_kernel"]
 __all__ += ["class_path", "facility_kernel", "many_in_bfloat16"]
 
@@ -41,68 +41,6 @@ __all__ += ["class_path", "facility_kernel", "many_in_bfloat16"]
 # units.
 KERNEL_FROM: int | None = 2**23
 PLAIN = "plain"  # the impl by which a loss over class weights computes itself again, for a second derivative
-
-
-class PairCall:
-    """A loss of anchors × references. graded: labels are real-valued targets."""
-
-    def __init__(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None,
-        reference_labels: Labels | None,
-        reduction: str,
-        max_memory: int | None = None,
-        graded: bool = False,
-    ) -> None:
-        references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, graded)
-        self.batch = blockwise.Batch(embeddings, labels, references, reference_labels)
-        self.reduction, self.max_memory = reduction, max_memory
-
-    def fits(self) -> bool:
-        """Whether the matrix is made in one piece."""
-        return blockwise.fits(self.batch, self.max_memory)
-
-    def run(
-        self,
-        rows: blockwise.Rows,
-        *per_anchor: Tensor,
-        selection: mining.Selection = "all",
-        generator: torch.Generator | None = None,
-        all_rows: str | None = None,
-        graded: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """What `rows` computes of each anchor, in blocks where memory asks for it (`blockwise.run`).
-
-        all_rows: why all rows are needed at once, where they are; a selection may need them too.
-        """
-        if not isinstance(selection, str):
-            all_rows = "a selection of your own may look at every row"
-        elif selection == "hard_negatives":
-            all_rows = 'selection="hard_negatives" ranks the pairs of all rows'
-        return blockwise.run(
-            rows,
-            self.batch,
-            *per_anchor,
-            max_memory=self.max_memory,
-            graded=graded,
-            all_rows=all_rows,
-            draws=selection in ("random", "distance_weighted"),
-            generator=generator,
-        )
-
-    def terms(self, value: Tensor, counts: Tensor, *tainting: Tensor) -> Tensor:
-        """The loss from one term per anchor and which of them count, each (B,)."""
-        return reduce.terms(value, counts, self.reduction) + self.taint(*tainting)
-
-    def total(self, sums: Tensor, counts: Tensor, active: Tensor, *tainting: Tensor) -> Tensor:
-        """The loss from each anchor's sum of terms, their number, and the number of active ones, each (B,)."""
-        return reduce.total(sums, counts, active, self.reduction) + self.taint(*tainting)
-
-    def taint(self, *tensors: Tensor) -> Tensor | float:
-        """NaN where an input holds NaN or Inf, else 0."""
-        return reduce.taint(self.batch.embeddings, self.batch.references, *tensors)
 
 
 def facility_kernel(impl: str, distance: Tensor) -> bool:

@@ -13,6 +13,7 @@ from nearkin.dist.global_batch import GlobalBatch
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
 from nearkin.losses.module import LossModule
+from nearkin.losses.settings import Loss
 
 __all__ = ["MatryoshkaLoss", "check_lengths"]
 
@@ -190,7 +191,7 @@ def _check_loss(loss: object, dim: int) -> None:
                 f"loss must be a loss of embeddings of any length, got {type(part).__name__}, which goes around"
             )
         own = getattr(part, "dim", None)
-        if isinstance(part, LossModule) and own is not None and own != dim:
+        if isinstance(part, (LossModule, Loss)) and own is not None and own != dim:
             raise ValueError(f"dims must begin with the loss's own dim: {type(part).__name__} has {own}, got {dim}")
 
 
@@ -199,7 +200,7 @@ def _along_dim(loss: nn.Module) -> Iterator[str]:
     for path, part in loss.named_modules():
         tensors = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
         names = getattr(part, "along_dim", None)
-        if names is None and isinstance(part, LossModule):
+        if names is None and isinstance(part, (LossModule, Loss)):
             names = [name for name, tensor in tensors.items() if tensor.dim() == 2]
         if names is None and tensors:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""The one parent of the loss modules: settings are attributes, checked when they are set.
+"""The parent of the losses over class weights: settings are attributes, checked when they are set.
 
 A loss class writes its `__init__` out in full, sets each argument as an attribute of the same name and ends with
 `finish_init()`. `class SupConLoss(LossModule, function=supcon_loss)` names the function that computes it; the settings
@@ -6,12 +6,11 @@ that the function takes by keyword are handed to it in every call.
 """
 
 import difflib
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +18,15 @@ from torch import Tensor, nn
 from nearkin.core.relations import Labels
 from nearkin.losses import class_sampling
 from nearkin.losses.class_shards import Shard
-from nearkin.losses.sampling_dim import RunningDim
 
-__all__ = ["LossModule", "without_impl"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
+__all__ = ["LossModule"]
 
 # What decides the shapes of parameters and buffers, and so cannot change after construction.
 _PER_CLASS = ("sub_centers", "proxies_per_class", "centers_per_class")
-_FIXED = ("num_classes", "dim", "shard", "num_items", "sampling_dim", *_PER_CLASS)
+_FIXED = ("num_classes", "dim", "shard", *_PER_CLASS)
 # Choices left open are not shown.
-_UNSET = {"impl": "auto", "max_memory": None, "anchors": None, "sample_rate": 1.0, "shard": None}
-_UNSET |= {"num_classes": None, "num_items": None, "sampling_dim": None}
+_UNSET = {"impl": "auto", "max_memory": None, "sample_rate": 1.0, "shard": None}
 _classes_with: Counter[str] = Counter()  # how many loss classes have a setting of this name
-
-
-def without_impl(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which answers `impl`, that it once had, by a sentence. Its class does so too."""
-    owner = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **settings: P.kwargs) -> T:
-        if "impl" in settings:
-            way = "leave it out; loss.compile() makes it fast on a GPU"
-            raise TypeError(f"impl has left {owner} with its kernels: {way}")
-        return function(*args, **settings)
-
-    checked.once_had_impl = True  # type: ignore[attr-defined]
-    return checked
 
 
 class LossModule(nn.Module):
@@ -61,7 +40,6 @@ class LossModule(nn.Module):
     _settings: ClassVar[tuple[str, ...]] = ()  # arguments of __init__
     _by_keyword: ClassVar[tuple[str, ...]] = ()  # those that the function takes too
     _learned: ClassVar[tuple[str, ...]] = ()  # tensors that the function takes after the labels
-    _plain_selection: ClassVar[str] = ""  # one that any other setting goes with
     _ready = False
 
     def __init_subclass__(cls, function: Callable[..., Tensor] | None = None, learned: tuple[str, ...] = ()) -> None:
@@ -69,8 +47,6 @@ class LossModule(nn.Module):
         if function is None:  # a user's own variant of a loss
             return
         cls.function = staticmethod(function)
-        if hasattr(function, "once_had_impl"):
-            cls.__init__ = without_impl(cls.__init__)  # type: ignore[method-assign]
         parameters = inspect.signature(function).parameters.values()
         keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
         cls._settings = tuple(inspect.signature(cls.__init__).parameters)[1:]
@@ -79,15 +55,10 @@ class LossModule(nn.Module):
         cls._by_keyword = tuple(name for name in cls._settings if name in keywords)
         required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
         cls._learned = tuple(required[2:])
-        selection = inspect.signature(cls.__init__).parameters.get("selection")
-        if selection is not None:  # "distance_weighted" needs unit vectors
-            cls._plain_selection = "semihard" if selection.default == "distance_weighted" else selection.default
         _classes_with.update(cls._settings)
 
     def finish_init(self) -> None:
         """Checks the settings; from now on a change of one is checked too."""
-        if self.__dict__.get("sampling_dim") == "fitted":
-            self.running_dim = RunningDim()
         self.check_settings()
         self._ready = True
 
@@ -96,8 +67,6 @@ class LossModule(nn.Module):
         if "sample_rate" in self._settings:
             class_sampling.check_rate(self.__dict__["sample_rate"])
         arguments = self.arguments()
-        if callable(arguments.get("selection")):  # it need not support an empty batch
-            arguments["selection"] = self._plain_selection
         rows = 3 * next((arguments[name] for name in _PER_CLASS if name in arguments), 1)
         learned = [torch.zeros(rows) if name == "bias" else torch.zeros(rows, 2) for name in self._learned]
         with torch.no_grad():
@@ -108,10 +77,7 @@ class LossModule(nn.Module):
 
     def arguments(self) -> dict[str, Any]:
         """What the function takes by keyword: its settings, and in some losses learned tensors."""
-        arguments = {name: getattr(self, name) for name in self._by_keyword}
-        if "running_dim" in self._modules:  # of sampling_dim="fitted"
-            arguments["sampling_dim"] = self._modules["running_dim"]
-        return arguments
+        return {name: getattr(self, name) for name in self._by_keyword}
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -1,9 +1,4 @@
-"""Quadruplet loss: a triplet, and items of two further classes that must be farther apart than the positive pair.
-
-`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
-"""
-
-from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+"""Quadruplet loss: a triplet, and items of two further classes that must be farther apart than the positive pair."""
 
 from typing import NamedTuple
 
@@ -11,33 +6,17 @@ import torch
 from torch import Tensor
 
 from nearkin import mining
-from nearkin.core import blockwise, checks, distances, reduce
-from nearkin.core.relations import Labels, Relation
-from nearkin.losses import sampling_dim as sampling_dims
-from nearkin.losses.call import PairCall
-from nearkin.losses.module import LossModule
-from nearkin.losses.sampling_dim import SamplingDim
-from nearkin.losses.triplet import all_triplets, check_selection
+from nearkin.core import blockwise, distances, reduce
+from nearkin.core.labels import Labels, Relation
+from nearkin.losses.engine import Call, Rows, function_of
+from nearkin.losses.selecting import SelectingLoss
+from nearkin.losses.settings import Range, setting
+from nearkin.losses.triplet import TRIPLETS, WHICH, all_triplets, picked
 
 __all__ = ["QuadrupletLoss", "quadruplet_loss"]
 
 
-def quadruplet_loss(
-    embeddings: Tensor,
-    labels: Labels,
-    references: Tensor | None = None,
-    reference_labels: Labels | None = None,
-    *,
-    margin: float = 0.2,
-    second_margin: float = 0.1,
-    squared: bool = True,
-    selection: mining.Selection = "semihard",
-    normalize: bool = True,
-    reduction: str = "mean",
-    sampling_dim: SamplingDim = None,
-    generator: torch.Generator | None = None,
-    max_memory: int | None = None,
-) -> Tensor:
+class QuadrupletLoss(SelectingLoss):
     r"""A positive pair closer than its anchor's negative, and closer than a pair of two other classes.
 
     L = mean_{(a,p,n)} [d_ap - d_an + margin]_+  +  mean_{(a,p,n,l)} [d_ap - d_ln + second_margin]_+
@@ -50,33 +29,52 @@ def quadruplet_loss(
     Chen et al. 2017, arXiv:1704.01719, eq. 6, there with a learned metric; the second margin is the smaller one, as the
     paper demands. margin 0.2 on squared distances of unit vectors as in FaceNet, second_margin half of it: ours.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
-    checks.at_least("margin", margin, 0)
-    checks.at_least("second_margin", second_margin, 0)
-    check_selection(selection, margin, False, normalize)
-    dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
-    mining.check_generator(selection, generator)
-    own = _classes(labels)
-    measure = distances.squared_euclidean if squared else distances.euclidean
-    rivals = _rivals(call.batch, own, squared, normalize, max_memory)
 
-    def rows(x: Tensor, references: Tensor | None, relation: Relation, ids: Tensor) -> tuple[Tensor, ...]:
-        distance = measure(x, references, normalize=normalize)  # (B, R)
-        if selection == "all":
-            gap, exists = rivals.of(ids)  # (B, R): each negative's distance to its l
-            pairs = Relation(relation.positive, relation.negative & exists)
-            return *all_triplets(distance, relation, margin), *all_triplets(distance, pairs, second_margin, gap)
-        plain = distance.detach().sqrt() if squared else distance
-        chosen = mining.select(selection, plain, relation, dim=dim, generator=generator)
-        if isinstance(chosen, mining.Pairs):
-            raise TypeError("selection must return Triplets for a quadruplet loss, got Pairs")
-        near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
-        gap, exists = rivals.of(ids, chosen.negative)
-        first = blockwise.hinges(near - far, chosen.valid, reduction, start=-margin)
-        return *first, *blockwise.hinges(near - gap, chosen.valid & exists, reduction, start=-second_margin)
+    margin: float = setting(
+        default=0.2,
+        at_least=0,
+        kw_only=False,
+        search=Range(0.02, 0.6),
+        text="how much nearer than its anchor's negative a positive must be; 0.2: FaceNet's",
+    )
+    second_margin: float = setting(
+        default=0.1,
+        at_least=0,
+        kw_only=False,
+        search=Range(0.01, 0.3),
+        text="the same against a pair of two other classes; 0.1, half of the first: ours",
+    )
+    squared: bool = setting(default=True, text="squared distances (or hinges) instead of plain ones")
+    selection: mining.Selection = SelectingLoss.states("semihard", search=TRIPLETS, text=WHICH)
+    normalize: bool = setting(default=True, text="embeddings are scaled to unit length first")
 
-    sums, counts, active, *second = call.run(rows, own, selection=selection, generator=generator)
-    return reduce.total(sums, counts, active, reduction) + call.total(*second)
+    @property
+    def triplet_margin(self) -> float | None:
+        return self.margin
+
+    def value(self, call: Call) -> Tensor:
+        own = _classes(call.batch.labels)
+        rivals = _rivals(call, own, self.squared, self.normalize)
+        measure, select = "squared" if self.squared else "distance", self.selector(call)
+
+        def rows(rows: Rows, ids: Tensor) -> tuple[Tensor, ...]:
+            distance = rows.all(measure)  # (B, R)
+            if self.selection == "all":
+                gap, exists = rivals.of(ids)  # (B, R): each negative's distance to its l
+                pairs = Relation(rows.positive, rows.negative & exists)
+                first = all_triplets(distance, rows.relation, self.margin)
+                return *first, *all_triplets(distance, pairs, self.second_margin, gap)
+            near, far, chosen = picked(rows, measure, distance, select)
+            gap, exists = rivals.of(ids, chosen.negative)
+            first = blockwise.hinges(near - far, chosen.valid, self.reduction, start=-self.margin)
+            second = blockwise.hinges(near - gap, chosen.valid & exists, self.reduction, start=-self.second_margin)
+            return *first, *second
+
+        sums, counts, active, *second = call.run(rows, own, **self.drawing())
+        return reduce.total(sums, counts, active, self.reduction) + call.total(*second)
+
+
+quadruplet_loss = function_of(QuadrupletLoss, "quadruplet_loss")
 
 
 class _Rivals(NamedTuple):
@@ -114,20 +112,20 @@ def _classes(labels: Labels) -> Tensor:
     return ids.long()
 
 
-def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool, max_memory: int | None) -> _Rivals:
-    swapped = blockwise.transposed(batch)
+def _rivals(call: Call, own: Tensor, squared: bool, normalize: bool) -> _Rivals:
+    batch, swapped = call.batch, blockwise.transposed(call.batch)
 
-    def rows(x: Tensor, anchors: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
-        distance = distances.euclidean(x, anchors, normalize=normalize)  # (R, B)
-        _, first = reduce.largest(-distance, relation.negative)
+    def rows(rows: Rows) -> tuple[Tensor, ...]:
+        distance = rows.all("distance")  # (R, B)
+        _, first = reduce.largest(-distance, rows.negative)
         if not distance.shape[1]:
             return first, first, first > 0, first > 0  # none
-        beyond = relation.negative & (own[None, :] != own[first][:, None])
+        beyond = rows.negative & (own[None, :] != own[first][:, None])
         _, second = reduce.largest(-distance, beyond)
-        return first, second, reduce.any_in_row(relation.negative), reduce.any_in_row(beyond)
+        return first, second, reduce.any_in_row(rows.negative), reduce.any_in_row(beyond)
 
     with torch.no_grad():
-        first, second, has_first, has_second = blockwise.run(rows, swapped, max_memory=max_memory)
+        first, second, has_first, has_second = call.across(rows)
     if not own.shape[0]:
         gap = swapped.embeddings.sum() + torch.zeros_like(has_first, dtype=swapped.embeddings.dtype)
         return _Rivals(gap, gap, first, has_first, has_second)
@@ -146,26 +144,3 @@ def _rivals(batch: blockwise.Batch, own: Tensor, squared: bool, normalize: bool,
 def _wide(x: Tensor, normalize: bool) -> Tensor:
     """Rows in the widest type of the device, in which their differences keep their digits."""
     return distances.units(x, distances.wide(x))[0] if normalize else distances.upcast(x).to(distances.wide(x))
-
-
-class QuadrupletLoss(LossModule, function=quadruplet_loss):
-    """Holds the settings of `quadruplet_loss`; computes nothing itself."""
-
-    def __init__(
-        self,
-        margin: float = 0.2,
-        second_margin: float = 0.1,
-        *,
-        squared: bool = True,
-        selection: mining.Selection = "semihard",
-        normalize: bool = True,
-        reduction: str = "mean",
-        sampling_dim: int | str | None = None,
-        generator: torch.Generator | None = None,
-        max_memory: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.sampling_dim = sampling_dim
-        self.margin, self.second_margin, self.squared, self.selection = margin, second_margin, squared, selection
-        self.normalize, self.reduction, self.generator, self.max_memory = normalize, reduction, generator, max_memory
-        self.finish_init()

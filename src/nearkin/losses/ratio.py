@@ -1,37 +1,17 @@
-"""Log-ratio loss: distances in proportion to real-valued label distances.
-
-`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
-"""
-
-from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
-
-from collections.abc import Callable
+"""Log-ratio loss: distances in proportion to real-valued label distances."""
 
 import torch
 from torch import Tensor
 
-from nearkin.core import blockwise, checks, distances, reduce
-from nearkin.core.relations import LabelDistance, Labels
-from nearkin.losses.call import PairCall
-from nearkin.losses.module import LossModule, without_impl
+from nearkin.core import blockwise, reduce
+from nearkin.core.labels import LabelDistance, Labels
+from nearkin.losses.engine import Call, PairLoss, Rows, function_of
+from nearkin.losses.settings import Range, setting
 
 __all__ = ["LogRatioLoss", "logratio_loss"]
 
 
-@without_impl
-def logratio_loss(
-    embeddings: Tensor,
-    labels: Labels,
-    references: Tensor | None = None,
-    reference_labels: Labels | None = None,
-    *,
-    anchors: int | None = None,
-    epsilon: float = 1e-6,
-    ties: str = "drop",
-    normalize: bool = False,
-    reduction: str = "mean",
-    max_memory: int | None = None,
-) -> Tensor:
+class LogRatioLoss(PairLoss):
     r"""Ratios of distances equal ratios of label distances, for every two references of an anchor.
 
     l_a = mean_{i,j} ( log(D_ai/D_aj) - log(Y_ai/Y_aj) )²,   D, Y: squared distances of embeddings and of targets
@@ -44,24 +24,45 @@ def logratio_loss(
     the same label distance, as the paper's strict order does; "keep" takes them, as its code does.
     Kim et al. 2019, arXiv:1904.09626, eq. 3; ε 1e-6 stands for the official 1e-4/128.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory, graded=True)
-    if anchors is not None:
-        checks.integer("anchors", anchors, 1)
-    checks.positive("epsilon", epsilon)
-    checks.one_of("ties", ties, ("drop", "keep"))
-    call.batch = _first(anchors, call.batch)
 
-    def rows(x: Tensor, references: Tensor | None, gaps: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        squared = distances.squared_euclidean(x, references, normalize=normalize)  # (B, R)
-        kind = torch.promote_types(x.dtype, torch.float32)
-        log_gaps, valid, groups, addend = _log_gaps(*gaps(), ties, kind)
-        ratio = (squared + epsilon).log() - log_gaps  # (B, R)
+    measure, graded = "squared", True
+
+    anchors: int | None = setting(
+        default=None,
+        optional=True,
+        whole=True,
+        text="how many of the first rows are anchors; None: all, 1: dense triplet mining as in the paper",
+    )
+    epsilon: float = setting(
+        default=1e-6,
+        above=0,
+        search=Range(1e-8, 1e-2, log=True),
+        text="ε, added to squared distances; 1e-6: stands for the official code's 1e-4/128",
+    )
+    ties: str = setting(
+        default="drop",
+        choices=("drop", "keep"),
+        text='"drop": references at the same label distance are not compared, as in the paper; "keep": they are',
+    )
+    normalize: bool = setting(default=False, text="embeddings are scaled to unit length first")
+
+    def value(self, call: Call) -> Tensor:
+        taint = call.taint()
+        call.batch = _first(self.anchors, call.batch)
+        value, counts, addend = call.run(self.costs)
+        return reduce.terms(value, counts, self.reduction) + taint + reduce.taint(addend)
+
+    def costs(self, rows: Rows) -> tuple[Tensor, ...]:
+        squared = rows.all()  # (B, R)
+        kind = torch.promote_types(rows.x.dtype, torch.float32)
+        gaps, valid = rows.related()
+        log_gaps, valid, groups, addend = _log_gaps(gaps, valid, self.ties, kind)
+        ratio = (squared + self.epsilon).log() - log_gaps  # (B, R)
         sums, pairs = _between(ratio, valid, groups)
         return sums / pairs.clamp(min=1), pairs > 0, addend
 
-    taint = call.taint()
-    value, counts, addend = call.run(rows, graded=True)
-    return reduce.terms(value, counts, reduction) + taint + reduce.taint(addend)
+
+logratio_loss = function_of(LogRatioLoss, "logratio_loss")
 
 
 def _first(anchors: int | None, batch: blockwise.Batch) -> blockwise.Batch:
@@ -120,22 +121,3 @@ def _between(x: Tensor, valid: Tensor, groups: Tensor | None) -> tuple[Tensor, T
     others = number[:, None] - size.gather(1, groups)
     sums = (apart.square() * others).sum(1) + torch.zeros_like(x).scatter_add(1, groups, apart).square().sum(1)
     return sums, pairs - (size * (size - 1)).sum(1).long() // 2
-
-
-class LogRatioLoss(LossModule, function=logratio_loss):
-    """Holds the settings of `logratio_loss`; computes nothing itself."""
-
-    def __init__(
-        self,
-        *,
-        anchors: int | None = None,
-        epsilon: float = 1e-6,
-        ties: str = "drop",
-        normalize: bool = False,
-        reduction: str = "mean",
-        max_memory: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.anchors, self.epsilon, self.ties, self.normalize = anchors, epsilon, ties, normalize
-        self.reduction, self.max_memory = reduction, max_memory
-        self.finish_init()

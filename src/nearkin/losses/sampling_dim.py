@@ -9,34 +9,39 @@ from nearkin.core import checks, distances, relations, sphere
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import Labels, Relation
 
-__all__ = ["RunningDim", "SamplingDim", "resolve"]
+__all__ = ["RunningDim", "SamplingDim", "check", "check_used", "resolve"]
 
 _DECAY = 0.9  # of past batches: a mean over about ten
 _ROWS = 1024  # items of a batch that are compared with one another, evenly spaced
 
 
-def resolve(value: "SamplingDim", selection: object, embeddings: Tensor, labels: Labels) -> int | Tensor:
-    """The number of dimensions; "fitted": by this batch alone. A setting that would have no effect is refused.
+def check(name: str, value: object) -> None:
+    """Refuses what is no number of dimensions: None, "fitted", a whole number, or a scalar tensor."""
+    if isinstance(value, Tensor):
+        if value.dim() or not value.is_floating_point():
+            raise ValueError(f"{name} must be a scalar of a float type, got {value.dtype} {tuple(value.shape)}")
+    elif isinstance(value, str):
+        checks.one_of(name, value, ("fitted",))
+    elif value is not None:
+        checks.integer(name, value, 2)  # type: ignore[arg-type]
 
-    After the checks of the batch.
-    """
-    if value is None:
+
+def check_used(value: object, selection: object) -> None:
+    """Refuses a number of dimensions that no selection would use."""
+    if value is not None and selection != "distance_weighted":
+        raise ValueError(f'sampling_dim must be left out unless selection="distance_weighted", got {value!r}')
+
+
+def resolve(value: "SamplingDim", selection: object, embeddings: Tensor, labels: Labels) -> int | Tensor:
+    """The number of dimensions that a selection supposes. After the checks of the batch."""
+    if value is None or selection != "distance_weighted":
         return embeddings.shape[1]
-    if selection != "distance_weighted":
-        shown = "fitted" if isinstance(value, RunningDim) else value
-        raise ValueError(f'sampling_dim must be left out unless selection="distance_weighted", got {shown!r}')
     if isinstance(value, RunningDim):
         dim: Tensor = value(embeddings, labels)
         return dim
-    if isinstance(value, Tensor):
-        if value.dim() or not value.is_floating_point():
-            raise ValueError(f"sampling_dim must be a scalar of a float type, got {value.dtype} {tuple(value.shape)}")
-        return value.detach()
-    if isinstance(value, str):
-        checks.one_of("sampling_dim", value, ("fitted",))
+    if isinstance(value, str):  # "fitted", by this batch alone
         return sphere.filled_dim(_moment(embeddings, labels)[0], embeddings.shape[1])
-    checks.integer("sampling_dim", value, 2)
-    return value
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 class RunningDim(nn.Module):

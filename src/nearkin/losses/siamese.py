@@ -7,11 +7,52 @@ from torch import Tensor, nn
 
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
-from nearkin.core.relations import Labels
-from nearkin.losses.call import PairCall
-from nearkin.losses.module import LossModule
+from nearkin.core.labels import Labels
+from nearkin.losses.engine import Call, PairLoss, Rows
+from nearkin.losses.settings import Range, setting
 
 __all__ = ["SiameseLoss", "siamese_loss"]
+
+
+class SiameseLoss(PairLoss):
+    r"""Logistic regression of "same" on the coordinate-wise distance of every pair.
+
+    z_ij = Σ_d w_d |u_id - v_jd| + b
+    L = 1/2 mean_{positive pairs} log(1 + e^{-z}) + 1/2 mean_{negative pairs} log(1 + e^z)
+
+    All pairs of the batch; the two halves weigh the same however many there are of each. The head, w and b, is learned:
+    w starts at -1/√D and b at 1: a larger difference means less alike before anything is learned. A pair
+    of an item with itself is never one of them. Needs two items per class. `reduction` applies to each half.
+    Koch, Zemel, Salakhutdinov 2015, section 3.1.
+    """
+
+    along_dim = ("weight",)
+    search_rate = Range(1.0, 100.0, log=True)
+
+    dim: int = setting(whole=True, shapes=True, kw_only=False, text="dimensions D of the embeddings")
+    max_memory = None
+
+    def start(self) -> None:
+        self.weight = nn.Parameter(torch.full((self.dim,), -(self.dim**-0.5)))
+        self.bias = nn.Parameter(torch.ones(()))
+
+    def value(self, call: Call) -> Tensor:
+        checks.dimensions("embeddings", call.batch.embeddings, self.weight.shape[0], "the weights have")
+
+        def rows(rows: Rows) -> tuple[Tensor, ...]:
+            logits = weighted_l1(rows.x, rows.references, self.weight) + self.bias  # (B, R)
+            pull = blockwise.sums_and_counts(reduce.softplus(-logits), rows.positive, self.reduction)
+            return *pull, *blockwise.sums_and_counts(reduce.softplus(logits), rows.negative, self.reduction)
+
+        pull, positives, pulled, *push = call.run(rows, all_rows="it has no blocks")
+        return (reduce.total(pull, positives, pulled, self.reduction) + call.total(*push)) / 2
+
+    def probability(self, a: Tensor, b: Tensor) -> Tensor:
+        """How likely row i of `a` and row i of `b` are the same, (N,) in [0, 1]."""
+        checks.dimensions("a", checks.rows("a", a), self.weight.shape[0], "the weights have")
+        checks.same_shape("b", checks.rows("b", b), a, "a")
+        difference = (distances.upcast(a) - distances.upcast(b)).abs()
+        return ((difference * self.weight).sum(1) + self.bias).sigmoid()
 
 
 def siamese_loss(
@@ -24,22 +65,12 @@ def siamese_loss(
     bias: Tensor,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""Logistic regression of "same" on the coordinate-wise distance of every pair.
-
-    z_ij = Σ_d w_d |u_id - v_jd| + b
-    L = 1/2 mean_{positive pairs} log(1 + e^{-z}) + 1/2 mean_{negative pairs} log(1 + e^z)
-
-    All pairs of the batch; the two halves weigh the same however many there are of each. weight (D,), bias (). A pair
-    of an item with itself is never one of them. Needs two items per class. `reduction` applies to each half.
-    Koch, Zemel, Salakhutdinov 2015, section 3.1.
-    """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction)
-    checks.dimensions("embeddings", embeddings, weight.shape[0], "the weights have")
-    logits = weighted_l1(embeddings, call.batch.references, weight) + bias  # (B, R)
-    relation = blockwise.relation(call.batch)
-    halves = reduce.terms(reduce.softplus(-logits), relation.positive, reduction)
-    halves = halves + reduce.terms(reduce.softplus(logits), relation.negative, reduction)
-    return halves / 2 + call.taint(weight, bias)
+    """`SiameseLoss` with a head of the caller's: weight (D,), bias ()."""
+    loss = SiameseLoss(weight.shape[0], reduction=reduction)
+    loss._parameters.clear()
+    loss.__dict__.update(weight=weight, bias=bias)
+    call = Call(loss, embeddings, labels, references, reference_labels)
+    return loss.value(call) + call.taint_of(weight, bias)
 
 
 def weighted_l1(x: Tensor, references: Tensor | None, weight: Tensor) -> Tensor:
@@ -102,33 +133,3 @@ def _slices(x: Tensor, r: Tensor) -> list[slice]:
     """As many dimensions at a time as fit about a million differences, at least two."""
     step = max(2, 2**20 // max(x.shape[0] * r.shape[0], 1))
     return [slice(start, start + step) for start in range(0, x.shape[1], step)]
-
-
-class SiameseLoss(LossModule, function=siamese_loss):
-    """`siamese_loss` with its head, one weight per dimension and a bias, and the head's probability for use.
-
-    Weights start at -1/√D and the bias at 1: a larger difference means less alike before anything is learned.
-    """
-
-    along_dim = ("weight",)
-
-    def __init__(self, dim: int, *, reduction: str = "mean") -> None:
-        super().__init__()
-        checks.integer("dim", dim, 1)
-        self.weight = nn.Parameter(torch.full((dim,), -(dim**-0.5)))
-        self.bias = nn.Parameter(torch.ones(()))
-        self.dim, self.reduction = dim, reduction
-        self.finish_init()
-
-    def arguments(self) -> dict[str, Any]:
-        return {"weight": self.weight, "bias": self.bias, **super().arguments()}
-
-    def _try(self, *tensors: Any, **arguments: Any) -> Tensor:
-        return siamese_loss(*tensors, **{**arguments, "weight": torch.zeros(2), "bias": torch.zeros(())})
-
-    def probability(self, a: Tensor, b: Tensor) -> Tensor:
-        """How likely row i of `a` and row i of `b` are the same, (N,) in [0, 1]."""
-        checks.dimensions("a", checks.rows("a", a), self.weight.shape[0], "the weights have")
-        checks.same_shape("b", checks.rows("b", b), a, "a")
-        difference = (distances.upcast(a) - distances.upcast(b)).abs()
-        return ((difference * self.weight).sum(1) + self.bias).sigmoid()

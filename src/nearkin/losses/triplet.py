@@ -1,9 +1,4 @@
-"""Triplet losses: an anchor's positives nearer than its negatives, in every selection of `mining`.
-
-`max_memory` (bytes) is what a loss may hold beside its arguments and gradients, in blocks of rows: `core/blockwise.py`.
-"""
-
-from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+"""Triplet losses: an anchor's positives nearer than its negatives, in every selection of `mining`."""
 
 from collections.abc import Callable
 
@@ -11,33 +6,19 @@ import torch
 from torch import Tensor
 
 from nearkin import mining
-from nearkin.core import blockwise, checks, distances, reduce
-from nearkin.core.relations import Labels, Relation
-from nearkin.losses import sampling_dim as sampling_dims
-from nearkin.losses.call import PairCall
-from nearkin.losses.module import LossModule, without_impl
-from nearkin.losses.sampling_dim import SamplingDim
+from nearkin.core import blockwise, distances, reduce
+from nearkin.core.labels import Relation
+from nearkin.losses.engine import Call, Costs, PairLoss, Rows, function_of
+from nearkin.losses.selecting import SelectingLoss
+from nearkin.losses.settings import Choices, Range, setting
 
 __all__ = ["LosslessTripletLoss", "TripletLoss", "lossless_triplet_loss", "triplet_loss"]
 
+TRIPLETS = Choices(("semihard", "batch_hard", "distance_weighted", "all"))
+WHICH = 'which triplets count: "all", a triplet selection of `nearkin.mining`, or your own function'
 
-@without_impl
-def triplet_loss(
-    embeddings: Tensor,
-    labels: Labels,
-    references: Tensor | None = None,
-    reference_labels: Labels | None = None,
-    *,
-    margin: float | None = 0.2,
-    squared: bool = True,
-    swap: bool = False,
-    selection: mining.Selection = "semihard",
-    normalize: bool = True,
-    reduction: str = "mean",
-    sampling_dim: SamplingDim = None,
-    generator: torch.Generator | None = None,
-    max_memory: int | None = None,
-) -> Tensor:
+
+class TripletLoss(SelectingLoss):
     r"""A positive nearer than a negative by a margin, or softly without one.
 
     l_apn = [d_ap - d_an + margin]_+   or, with margin=None,   log(1 + e^{d_ap - d_an});   d = D² or D (squared=False)
@@ -45,52 +26,75 @@ def triplet_loss(
     embeddings (B, D), labels (B,) or any relation of `relations.of`. Needs two items per class. The mean is over the
     selected triplets, "active" over those above 0. selection="all" sums every triplet exactly by sorting, in
     O(B² log B) time and O(B²) memory; it needs a margin, and no `swap` (d_an replaced by the smaller of d_an and d_pn).
-    `sampling_dim`: as in `margin_loss`.
+    The margin of selection="random_semihard" is this one, between these d.
     Schroff et al. 2015, arXiv:1503.03832, eq. 2-4: squared, unit length, margin 0.2, semi-hard. Hermans et al. 2017,
     arXiv:1703.07737, is margin=None, squared=False, normalize=False, selection="batch_hard".
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
-    if margin is not None:
-        checks.at_least("margin", margin, 0)
-    check_selection(selection, margin, swap, normalize)
-    dim = sampling_dims.resolve(sampling_dim, selection, embeddings, labels)
-    mining.check_generator(selection, generator)
-    measure = distances.squared_euclidean if squared else distances.euclidean
 
-    def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
-        distance = measure(x, references, normalize=normalize)  # (B, R)
-        if selection == "all":
-            assert margin is not None
-            return all_triplets(distance, relation, margin)
-        plain = distance.detach().sqrt() if squared else distance
-        chosen = mining.select(selection, plain, relation, dim=dim, generator=generator)
-        if isinstance(chosen, mining.Pairs):
-            raise TypeError("selection must return Triplets for a triplet loss, got Pairs")
-        near, far = mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative)  # (B, T)
-        if swap and distance.shape[1]:
-            between = distance if references is None else measure(references, normalize=normalize)  # (R, R)
-            far = torch.minimum(far, between[chosen.positive, chosen.negative])
-        if margin is None:
-            return blockwise.sums_and_counts(reduce.softplus(near - far), chosen.valid, reduction)
-        return blockwise.hinges(near - far, chosen.valid, reduction, start=-margin)
+    margin: float | None = setting(
+        default=0.2,
+        at_least=0,
+        optional=True,
+        kw_only=False,
+        search=Range(0.02, 0.6),
+        text="how much nearer than the negative the positive must be; 0.2: FaceNet's. None: softplus instead",
+    )
+    squared: bool = setting(default=True, text="squared distances, as in FaceNet; False: plain, as in Hermans et al.")
+    swap: bool = setting(
+        default=False, text="the negative's distance to the positive counts where it is the smaller one"
+    )
+    selection: mining.Selection = SelectingLoss.states("semihard", search=TRIPLETS, text=WHICH)
+    normalize: bool = setting(default=True, text="embeddings are scaled to unit length first")
 
-    all_rows = "swap=True takes the distances of references" if swap else None
-    return call.total(*call.run(rows, selection=selection, generator=generator, all_rows=all_rows))
+    def impossible(self) -> dict[str, str]:
+        because = super().impossible()
+        if self.margin is None or self.swap:
+            because["all"] = "every triplet is summed by sorting, which needs a margin and no swap"
+        return because
+
+    @property
+    def triplet_margin(self) -> float | None:
+        return self.margin
+
+    def value(self, call: Call) -> Tensor:
+        measure = "squared" if self.squared else "distance"
+        how = self.drawing()
+        how["all_rows"] = how["all_rows"] or ("swap=True takes the distances of references" if self.swap else None)
+        if self.selection == "all":
+            assert self.margin is not None
+            margin = self.margin
+            return call.reduced(lambda rows: all_triplets(rows.all(measure), rows.relation, margin), **how)
+        select = self.selector(call)
+
+        def rows(rows: Rows) -> Costs:
+            distance = rows.all(measure)
+            near, far, chosen = picked(rows, measure, distance, select)
+            if self.swap and distance.shape[1]:
+                references = rows.x if rows.references is None else rows.references
+                others = Rows(references, None, None, measure, self.normalize)
+                between = distance if rows.references is None else others.all()  # (R, R)
+                far = torch.minimum(far, between[chosen.positive, chosen.negative])
+            if self.margin is None:
+                return blockwise.sums_and_counts(reduce.softplus(near - far), chosen.valid, self.reduction)
+            return blockwise.hinges(near - far, chosen.valid, self.reduction, start=-self.margin)
+
+        return call.reduced(rows, **how)
 
 
-def check_selection(selection: mining.Selection, margin: float | None, swap: bool, normalize: bool) -> None:
-    """Refuses a selection that a triplet loss cannot use with these settings."""
-    if not isinstance(selection, str):
-        return
-    because = dict.fromkeys(mining.PAIR_SELECTIONS, "it selects pairs")
-    if margin is None or swap:
-        because["all"] = "every triplet is summed by sorting, which needs a margin and no swap"
-    if not normalize:
-        because["distance_weighted"] = "it needs unit vectors, normalize=True"
-    possible = [name for name in ("all", *mining.TRIPLET_SELECTIONS) if name not in because]
-    if selection in because:
-        checks.impossible("selection", selection, because[selection], possible)
-    checks.one_of("selection", selection, possible)
+def picked(
+    rows: Rows, measure: str, distance: Tensor, select: Callable[..., mining.Triplets | mining.Pairs]
+) -> tuple[Tensor, Tensor, mining.Triplets]:
+    """The measure of the chosen triplets' positives and negatives, (B, T) each, and the triplets.
+
+    The search has no gradient. That of the loss goes through the matrix, or, where the triplets are few, through the
+    rows that were picked alone: whichever is less.
+    """
+    plain = distance.detach().sqrt() if measure == "squared" else distance.detach()
+    chosen = select(rows, plain, squared=measure == "squared")
+    assert isinstance(chosen, mining.Triplets)
+    if rows.few(chosen.positive):
+        return rows.pick(chosen.positive, measure), rows.pick(chosen.negative, measure), chosen
+    return mining.pick(distance, chosen.positive), mining.pick(distance, chosen.negative), chosen
 
 
 def all_triplets(
@@ -137,50 +141,47 @@ def _count_active(thresholds: Tensor, reach: Callable[[], Tensor]) -> tuple[Tens
     return beaten, torch.empty_like(covered).scatter_(1, order, covered)
 
 
-@without_impl
-def lossless_triplet_loss(
-    embeddings: Tensor,
-    labels: Labels,
-    references: Tensor | None = None,
-    reference_labels: Labels | None = None,
-    *,
-    sigmoid: bool = True,
-    epsilon: float = 1e-8,
-    reduction: str = "mean",
-    max_memory: int | None = None,
-) -> Tensor:
+class LosslessTripletLoss(PairLoss):
     r"""A triplet loss whose slope never dies, on embeddings inside the unit cube.
 
     l_apn = -ln(1 - d_ap/N + ε) - ln(1 - (N - d_an)/N + ε),   d = squared Euclidean distance, N = dimensions
 
     `sigmoid=True` maps raw outputs into the cube; set it False where the encoder ends in a sigmoid (values are then
     clamped to [0, 1]). Over all triplets: the terms split into pairs, so it takes O(B²); to tell those above 0
-    ("active") O(B² log B). A term is 0 or below only within ε of d_ap = 0 and d_an = N. Needs two
-    items per class. Arsenault 2018 (blog); β = N and ε 1e-8 from there.
+    ("active") O(B² log B). A term is 0 or below only within ε of d_ap = 0 and d_an = N. Needs two items per class.
+    Arsenault 2018 (blog); β = N and ε 1e-8 from there.
     """
-    call = PairCall(embeddings, labels, references, reference_labels, reduction, max_memory)
-    checks.positive("epsilon", epsilon)
 
-    def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
-        others = None if references is None else _into_cube(references, sigmoid)
-        share = distances.squared_euclidean(_into_cube(x, sigmoid), others) / x.shape[1]  # (B, R) in [0, 1]
+    sigmoid: bool = setting(
+        default=True, text="maps embeddings into the unit cube; False where the encoder ends in a sigmoid"
+    )
+    epsilon: float = setting(
+        default=1e-8, above=0, search=Range(1e-8, 1e-2, log=True), text="ε inside the logarithms; 1e-8: the blog's"
+    )
+
+    def rows(self, rows: Rows) -> Costs:
+        others = None if rows.references is None else _into_cube(rows.references, self.sigmoid)
+        x = _into_cube(rows.x, self.sigmoid)
+        share = distances.squared_euclidean(x, others) / x.shape[1]  # (B, R) in [0, 1]
         rest = 1 - share
-        pull = -(torch.where(rest < 0, 0.0, rest) + epsilon).log()
-        push = -(share + epsilon).log()
-        positives, negatives = relation.positive.sum(1), relation.negative.sum(1)
-        if reduction == "active":
+        pull = -(torch.where(rest < 0, 0.0, rest) + self.epsilon).log()
+        push = -(share + self.epsilon).log()
+        positives, negatives = rows.positive.sum(1), rows.negative.sum(1)
+        if self.reduction == "active":
             with torch.no_grad():
                 of_positive, of_negative = _count_active(
-                    torch.where(relation.negative, -push, torch.inf),
-                    lambda: pull.masked_fill(~relation.positive, -torch.inf),
+                    torch.where(rows.negative, -push, torch.inf),
+                    lambda: pull.masked_fill(~rows.positive, -torch.inf),
                 )
-            sums = (pull * of_positive).sum(1) + torch.where(relation.negative, push * of_negative, 0.0).sum(1)
+            sums = (pull * of_positive).sum(1) + torch.where(rows.negative, push * of_negative, 0.0).sum(1)
             return sums, positives * negatives, of_positive.sum(1)
-        pulled = torch.where(relation.positive, pull, 0.0).sum(1) * negatives
-        pushed = torch.where(relation.negative, push, 0.0).sum(1) * positives
+        pulled = torch.where(rows.positive, pull, 0.0).sum(1) * negatives
+        pushed = torch.where(rows.negative, push, 0.0).sum(1) * positives
         return pulled + pushed, positives * negatives, positives * negatives
 
-    return call.total(*call.run(rows))
+
+triplet_loss = function_of(TripletLoss, "triplet_loss")
+lossless_triplet_loss = function_of(LosslessTripletLoss, "lossless_triplet_loss")
 
 
 def _into_cube(x: Tensor, sigmoid: bool) -> Tensor:
@@ -190,44 +191,3 @@ def _into_cube(x: Tensor, sigmoid: bool) -> Tensor:
     return torch.where(
         x < 0, 0.0, torch.where(x > 1, 1.0, x)
     )  # with a slope at 0 and 1, where torch 2.15's clamp has none
-
-
-class TripletLoss(LossModule, function=triplet_loss):
-    """Holds the settings of `triplet_loss`; computes nothing itself."""
-
-    def __init__(
-        self,
-        margin: float | None = 0.2,
-        *,
-        squared: bool = True,
-        swap: bool = False,
-        selection: mining.Selection = "semihard",
-        normalize: bool = True,
-        reduction: str = "mean",
-        sampling_dim: int | str | None = None,
-        generator: torch.Generator | None = None,
-        max_memory: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.margin, self.squared, self.swap, self.selection = margin, squared, swap, selection
-        self.sampling_dim = sampling_dim
-        self.normalize, self.reduction, self.generator = normalize, reduction, generator
-        self.max_memory = max_memory
-        self.finish_init()
-
-
-class LosslessTripletLoss(LossModule, function=lossless_triplet_loss):
-    """Holds the settings of `lossless_triplet_loss`; computes nothing itself."""
-
-    def __init__(
-        self,
-        *,
-        sigmoid: bool = True,
-        epsilon: float = 1e-8,
-        reduction: str = "mean",
-        max_memory: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.sigmoid, self.epsilon = sigmoid, epsilon
-        self.reduction, self.max_memory = reduction, max_memory
-        self.finish_init()

@@ -1,31 +1,17 @@
 """VICReg: positives close, and neither collapse nor redundancy, by the variance and covariance of each side."""
 
-from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
-
 import torch
 from torch import Tensor
 
-from nearkin.core import blockwise, checks, distances, reduce
+from nearkin.core import blockwise, distances, reduce
 from nearkin.core.autograd import device_type
-from nearkin.core.relations import Labels, Relation
-from nearkin.losses.call import PairCall
-from nearkin.losses.module import LossModule
+from nearkin.losses.engine import Call, PairLoss, Rows, function_of
+from nearkin.losses.settings import Range, setting
 
 __all__ = ["VICRegLoss", "vicreg_loss"]
 
 
-def vicreg_loss(
-    embeddings: Tensor,
-    labels: Labels,
-    references: Tensor | None = None,
-    reference_labels: Labels | None = None,
-    *,
-    invariance: float = 25.0,
-    variance: float = 25.0,
-    covariance: float = 1.0,
-    deviation: float = 1.0,
-    epsilon: float = 1e-4,
-) -> Tensor:
+class VICRegLoss(PairLoss):
     r"""Positives at the same place, every dimension spread out, no two dimensions alike; no negatives are needed.
 
     L = λ mean |z_i - z_p|² / D + μ/2 [v(Z) + v(Z')] + ν [c(Z) + c(Z')],  v(Z) = mean_j [γ - √(Var_j + ε)]₊,
@@ -38,32 +24,58 @@ def vicreg_loss(
     Needs two items per class, or references. See also `infonce_loss`. Bardes et al. 2022, arXiv:2105.04906, eq. 1 to 6;
     λ = μ = 25, ν = 1, and the factors 1/D and 1/2, from its released code.
     """
-    for name, weight in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
-        checks.at_least(name, weight, 0)
-    checks.positive("deviation", deviation)
-    checks.positive("epsilon", epsilon)
-    call = PairCall(embeddings, labels, references, reference_labels, "mean")
-    batch, dim = call.batch, max(1, embeddings.shape[1])
 
-    def rows(x: Tensor, references: Tensor | None, relation: Relation) -> tuple[Tensor, ...]:
-        apart = distances.squared_euclidean(x, references) / dim
-        return blockwise.sums_and_counts(apart, relation.positive, "mean")
+    takes_batch_first = False  # which references are used is asked of each of them
+    measure = "squared"
 
-    def any_positive(_: Tensor, __: Tensor | None, relation: Relation) -> tuple[Tensor]:
-        return (reduce.any_in_row(relation.positive),)
+    invariance: float = setting(
+        default=25.0,
+        at_least=0,
+        kw_only=False,
+        search=Range(1.0, 100.0, log=True),
+        text="λ, the weight of the distance between positives; 25: the paper's",
+    )
+    variance: float = setting(
+        default=25.0,
+        at_least=0,
+        kw_only=False,
+        search=Range(1.0, 100.0, log=True),
+        text="μ, the weight of the dimensions' deviations below γ; 25: the paper's",
+    )
+    covariance: float = setting(
+        default=1.0,
+        at_least=0,
+        kw_only=False,
+        search=Range(0.1, 10.0, log=True),
+        text="ν, the weight of the covariances between dimensions; 1: the paper's",
+    )
+    deviation: float = setting(
+        default=1.0, above=0, text="γ, the standard deviation that every dimension is to reach; 1: the paper's"
+    )
+    epsilon: float = setting(default=1e-4, above=0, text="ε, added to variances under the root; 1e-4: the paper's")
+    reduction = max_memory = None  # type: ignore[assignment]
 
-    sums, counts, _ = call.run(rows)
-    value = invariance * reduce.total(sums, counts, counts, "mean")
-    sides = [(batch.embeddings, counts > 0)]
-    if batch.references is not None:
-        [used] = blockwise.run(any_positive, blockwise.transposed(batch), max_memory=None)
-        sides.append((batch.references, used))
-    for x, used in sides:
-        spread, redundancy = _statistics(x, used, deviation, epsilon)
-        part = variance * spread / 2 + covariance * redundancy
-        most = torch.finfo(value.dtype).max / 8  # the fourth power of a length may not fit the type of the loss
-        value = value + part.clamp(max=most).to(value.dtype) * (2 // len(sides))
-    return value + call.taint()
+    def value(self, call: Call) -> Tensor:
+        batch, dim = call.batch, max(1, call.batch.embeddings.shape[1])
+
+        def rows(rows: Rows) -> tuple[Tensor, ...]:
+            return blockwise.sums_and_counts(rows.all() / dim, rows.positive, "mean")
+
+        sums, counts, _ = call.run(rows)
+        value = self.invariance * reduce.total(sums, counts, counts, "mean")
+        sides = [(batch.embeddings, counts > 0)]
+        if batch.references is not None:
+            [used] = call.across(lambda rows: (reduce.any_in_row(rows.positive),))
+            sides.append((batch.references, used))
+        for x, used in sides:
+            spread, redundancy = _statistics(x, used, self.deviation, self.epsilon)
+            part = self.variance * spread / 2 + self.covariance * redundancy
+            most = torch.finfo(value.dtype).max / 8  # the fourth power of a length may not fit the type of the loss
+            value = value + part.clamp(max=most).to(value.dtype) * (2 // len(sides))
+        return value + call.taint()
+
+
+vicreg_loss = function_of(VICRegLoss, "vicreg_loss")
 
 
 def _statistics(x: Tensor, used: Tensor, deviation: float, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -84,23 +96,3 @@ def _statistics(x: Tensor, used: Tensor, deviation: float, epsilon: float) -> tu
     alike = (square / size).square() * ~torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
     spread, redundancy = hinge.sum() / dim, alike.sum() * size.to(kind).square() / dim
     return torch.where(number > 0, spread, 0.0), torch.where(number > 0, redundancy, 0.0)
-
-
-class VICRegLoss(LossModule, function=vicreg_loss):
-    """Holds the settings of `vicreg_loss`; computes nothing itself."""
-
-    takes_batch_first = False  # which references are used is asked of each of them
-
-    def __init__(
-        self,
-        invariance: float = 25.0,
-        variance: float = 25.0,
-        covariance: float = 1.0,
-        *,
-        deviation: float = 1.0,
-        epsilon: float = 1e-4,
-    ) -> None:
-        super().__init__()
-        self.invariance, self.variance, self.covariance = invariance, variance, covariance
-        self.deviation, self.epsilon = deviation, epsilon
-        self.finish_init()

@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from nearkin.core import checks
-from nearkin.core.random import Ints
-from nearkin.samplers import arguments
+from nearkin.core.random import Ints, Stream, shuffled, words
 from nearkin.samplers.arguments import Split
-
-__all__ = ["EpochSampler"]
 
 
 class EpochSampler(Sampler[list[int]]):
@@ -41,17 +38,16 @@ class EpochSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        *,
+        data: Ints | NDArray[np.float64],
         pass_batches: int,
         batches: int | None,
         seed: int,
-        rank: int,
-        world_size: int,
-        split: Split,
-        data: Ints | NDArray[np.float64],
+        rank: int = 0,
+        world_size: int = 1,
+        split: Split = "items",
     ) -> None:
         checks.integer("seed", seed, 0)
-        arguments.at_most("seed", seed, 2**63 - 1, "the largest allowed")
+        checks.no_more("seed", seed, 2**63 - 1, "the largest allowed")
         if batches is not None:
             checks.integer("batches", batches, 1)
         self.seed, self.rank, self.world_size, self.split = seed, rank, world_size, split
@@ -61,6 +57,7 @@ class EpochSampler(Sampler[list[int]]):
         self._add_to_fingerprint(type(self).__name__, seed, self._batches)
         self._epoch = self._drawn = 0
         self._resumed = False
+        self._orders: dict[Stream, tuple[tuple[int, ...], Ints]] = {}
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -80,7 +77,7 @@ class EpochSampler(Sampler[list[int]]):
         """This rank's part of batch `index` of an epoch; does not change the position of the sampler."""
         checks.integer("epoch", epoch, 0)
         checks.integer("index", index, 0)
-        arguments.at_most("index", index, self._batches - 1, "the last batch of an epoch")
+        checks.no_more("index", index, self._batches - 1, "the last batch of an epoch")
         items, sizes = self._global_batch(*divmod(epoch * self._batches + index, self._pass_batches))
         part: list[int] = self._rank_part(items, sizes).tolist()
         return part
@@ -104,7 +101,7 @@ class EpochSampler(Sampler[list[int]]):
         """The next iteration begins with this batch of this epoch."""
         checks.integer("epoch", epoch, 0)
         checks.integer("batch", batch, 0)
-        arguments.at_most("batch", batch, self._batches, "the batches of an epoch")
+        checks.no_more("batch", batch, self._batches, "the batches of an epoch")
         self._epoch, self._drawn = epoch + batch // self._batches, batch % self._batches
         self._resumed = self._drawn > 0
 
@@ -112,21 +109,35 @@ class EpochSampler(Sampler[list[int]]):
         """Where to continue: after the last batch drawn, or after `batches_done` of the last iterated epoch."""
         done = self._drawn if batches_done is None else batches_done
         checks.integer("batches_done", done, 0)
-        arguments.at_most("batches_done", done, self._batches, "the batches of an epoch")
+        checks.no_more("batches_done", done, self._batches, "the batches of an epoch")
         place = {"epoch": self._epoch + done // self._batches, "batch": done % self._batches}
         return {name: torch.tensor(value) for name, value in {**place, "fingerprint": self._fingerprint}.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if int(state["fingerprint"]) != self._fingerprint:
-            arguments.wrong_state(type(self).__name__)
+            origin = f"a {type(self).__name__} with the same labels, seed and settings"
+            raise ValueError(f"state must come from {origin}, got the state of a different one")
         self.resume(int(state["epoch"]), int(state["batch"]))
 
     def _add_to_fingerprint(self, *settings: str | int) -> None:
         """Adds settings that a loaded state must share, besides the data."""
         self._fingerprint = zlib.crc32(repr(settings).encode(), self._fingerprint)
 
+    def _shuffled(self, count: int, stream: Stream, *place: int) -> Ints:
+        """A shuffled order of 0 … count - 1, stored until another one of the same stream is needed."""
+        stored = self._orders.get(stream)
+        if stored is None or stored[0] != place:  # threads may both compute it: to the same order
+            stored = place, shuffled(words(count, self.seed, stream, *place))
+            self._orders[stream] = stored
+        return stored[1]
+
+    def _window(self, count: int, size: int, stream: Stream, pass_index: int, position: int) -> Ints:
+        """`size` of 0 … count - 1, drawn evenly: shuffled orders of all, used up piece by piece."""
+        piece, start = divmod(position, count // size)
+        return self._shuffled(count, stream, pass_index, piece)[start * size : (start + 1) * size]
+
     def _global_batch(self, pass_index: int, position: int) -> tuple[Ints, Ints]:
-        """The items of a batch of pass `number` over all ranks, group by group, and the sizes of the groups."""
+        """The items of a batch of pass `pass_index` over all ranks, group by group, and the sizes of the groups."""
         raise NotImplementedError
 
     def _rank_part(self, items: Ints, sizes: Ints) -> Ints:

@@ -12,8 +12,6 @@ from nearkin.samplers.arguments import Labels, Split
 from nearkin.samplers.base import EpochSampler
 from nearkin.samplers.schedule import Groups, PickedBatches, RandomBatches, SpreadItems, fill_turns, turns_needed
 
-__all__ = ["ClassBalanced", "ClassRatio"]
-
 
 class ClassSampler(EpochSampler):
     """Batches of `classes` different classes and `batch_size` items; a subclass decides how many of each."""
@@ -34,20 +32,12 @@ class ClassSampler(EpochSampler):
         known = arguments.labels(labels)
         of = None if groups is None else arguments.groups(groups, len(known))
         self._groups = Groups(known) if of is None else SpreadItems(known, of, batch_size // classes)
-        arguments.at_most(names[0], classes, len(self._groups.ids), "the number of classes with items")
+        checks.no_more(names[0], classes, len(self._groups.ids), "the number of classes with items")
         shared = {"classes": (names[0], classes), "items": (names[1], batch_size)}
         arguments.ranks(rank, world_size, split, shared)
         self.classes, self.batch_size, self._size = classes, batch_size, len(known)
         self._turns, pass_batches = turns_needed(self._groups.counts, classes, batch_size)
-        super().__init__(
-            pass_batches=pass_batches,
-            batches=batches,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            split=split,
-            data=known,
-        )
+        super().__init__(known, pass_batches, batches, seed, rank, world_size, split)
         self._add_to_fingerprint(classes, batch_size)
         if of is not None:
             self._add_to_fingerprint("groups", zlib.crc32(of.astype("<i8").tobytes()))
@@ -114,9 +104,13 @@ class ClassBalanced(ClassSampler):
         checks.integer("per_class", per_class, 1)
         super().__init__(labels, classes, classes * per_class, seed, rank, world_size, split, batches, groups=groups)
         self.per_class = per_class
-        arguments.warn_repeated_items(self._groups.counts, per_class, rank)
+        counts = self._groups.counts
+        small = int((counts < per_class).sum())
+        words = f"fewer than {per_class} items; their items are repeated in a batch"
+        arguments.warn(small, len(counts), words, rank)
         if isinstance(self._groups, SpreadItems):
-            arguments.warn_single_groups(self._groups.single(), len(self._groups.ids), rank)
+            words = "items of one group only; their positives are of the same group"
+            arguments.warn(self._groups.single(), len(counts), words, rank)
 
     def _plan(self, turns: Ints, pass_index: int) -> None:
         self._schedule: RandomBatches | PickedBatches = RandomBatches(
@@ -155,7 +149,8 @@ class ClassRatio(ClassSampler):
         batches: int | None = None,
     ) -> None:
         checks.integer("batch_size", batch_size, 1)
-        arguments.ratio(ratio)
+        checks.positive("ratio", ratio)
+        checks.at_most("ratio", ratio, 1, "it is a share of batch_size")
         classes = max(1, int(ratio * batch_size + 0.5))
         names = ("ratio * batch_size", "batch_size")
         super().__init__(labels, classes, batch_size, seed, rank, world_size, split, batches, names)

@@ -11,10 +11,9 @@ from nearkin.core import checks
 from nearkin.core.random import Ints, Stream, closest, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Embeddings, Labels, Split
+from nearkin.samplers.base import EpochSampler
 from nearkin.samplers.class_balanced import ClassBalanced
 from nearkin.samplers.schedule import PickedBatches
-
-__all__ = ["HardClasses", "PairPerClass", "on_grid"]
 
 # Unit vectors are rounded to multiples of 1/2048. Sums of products are then integers below 2^24: float32 holds
 # them exactly in any order of addition, so every BLAS on every machine sorts classes alike.
@@ -33,28 +32,40 @@ def on_grid(directions: Tensor) -> NDArray[np.float32]:
     return unit
 
 
-class MinedClasses(ClassBalanced):
-    """A `ClassBalanced` whose batches are picked by the similarity of classes once it has embeddings."""
+class Refreshed(EpochSampler):
+    """A sampler that keeps embeddings, passed between epochs, as unit vectors on the grid, also in its state."""
 
-    _unit: NDArray[np.float32] | None = None
+    _name: str  # of the embeddings in the state
+    _unit: NDArray[np.float32] | None = None  # (M, D) unit vectors × 2048
+    _pass = -1  # the pass that is planned
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Tensor]:
         state = super().state_dict(batches_done)
         if self._unit is not None:
-            state["class_embeddings"] = torch.from_numpy(self._unit).to(torch.int16)  # (C, D), unit vectors × 2048
+            state[self._name] = torch.from_numpy(self._unit).to(torch.int16)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
-        stored = state.get("class_embeddings")
-        self._unit = None if stored is None else stored.to("cpu", torch.float32).numpy()
-        self._pass = -1
+        stored = state.get(self._name)
+        self._unit, self._pass = None if stored is None else stored.to("cpu", torch.float32).numpy(), -1
 
-    def _refresh(self, name: str, directions: Tensor) -> None:
-        """directions (C, D): only the direction of each class counts."""
-        arguments.between_epochs(self._epoch, self._drawn, len(self))
-        arguments.finite(name, directions)
+    def _keep(self, name: str, directions: Tensor, what: str) -> None:
+        """directions (M, D): only the direction of each row counts."""
+        epoch, drawn = self._epoch, self._drawn
+        if 0 < drawn < len(self):
+            raise ValueError(
+                f"refresh must come between epochs, got it after batch {drawn} of {len(self)} of epoch {epoch}; "
+                f"call set_epoch({epoch + 1}) first to leave this epoch, or set batches= for shorter epochs"
+            )
+        checks.finite(name, directions, what)
         self._unit, self._pass = on_grid(directions), -1
+
+
+class MinedClasses(Refreshed, ClassBalanced):
+    """A `ClassBalanced` whose batches are picked by the similarity of classes once it has embeddings."""
+
+    _name = "class_embeddings"
 
     def _plan(self, turns: Ints, pass_index: int) -> None:
         if self._unit is None:
@@ -92,7 +103,7 @@ class HardClasses(MinedClasses):
         for start in range(0, len(items), _ROWS):
             rows = items[start : start + _ROWS].to(stored.device)
             sums.index_add_(0, class_of[start : start + _ROWS], stored[rows].to("cpu", torch.float64))
-        self._refresh("embeddings", sums)
+        self._keep("embeddings", sums, "classes")
 
     def _pick(self, left: Ints, due: Ints, position: int) -> Ints:
         assert self._unit is not None
@@ -138,7 +149,7 @@ class PairPerClass(MinedClasses):
     def refresh(self, class_embeddings: Embeddings) -> None:
         """class_embeddings (C, D), one row per class in the order of `class_ids`: one of its items, or a mean."""
         rows = arguments.class_rows("class_embeddings", class_embeddings, len(self.class_ids), "class")
-        self._refresh("class_embeddings", rows)
+        self._keep("class_embeddings", rows, "classes")
 
     def _pick(self, left: Ints, due: Ints, position: int) -> Ints:
         assert self._unit is not None

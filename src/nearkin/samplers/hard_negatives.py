@@ -11,14 +11,11 @@ from nearkin.core import checks
 from nearkin.core.random import Ints, Stream, shuffled, words
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Embeddings, Labels
-from nearkin.samplers.base import EpochSampler
-from nearkin.samplers.hard_classes import on_grid
-from nearkin.samplers.schedule import Groups
-
-__all__ = ["HardNegatives"]
+from nearkin.samplers.hard_classes import Refreshed
+from nearkin.samplers.schedule import Groups, counted
 
 
-class HardNegatives(EpochSampler):
+class HardNegatives(Refreshed):
     """Random positive pairs and hard negatives of both their items: the batch of the lifted structure loss.
 
     `pairs` random positive pairs, then items of other classes until the batch is full: the items of the pairs take
@@ -45,7 +42,7 @@ class HardNegatives(EpochSampler):
     neighbours of both items. guard 0.05: Moreira et al. 2024, arXiv:2407.15831 ("TopK-PercPos", 95 %).
     """
 
-    _unit: NDArray[np.float32] | None = None
+    _name = "item_embeddings"
     _lists: NDArray[np.int32] | None = None
 
     def __init__(
@@ -71,29 +68,22 @@ class HardNegatives(EpochSampler):
         if guard is not None:
             checks.at_least("guard", guard, 0)
         self._groups, self._labels = Groups(known), known
-        items, turns = len(self._groups.items), -(-self._groups.counts // 2)
-        self._turns: Ints = np.where(self._groups.counts > 1, turns, 0)
-        arguments.classes_for_pairs(self._groups.counts)
-        arguments.at_most("batch_size", batch_size, items, "the number of items of known classes")
-        arguments.at_most("pairs", pairs, batch_size // 2, "half of batch_size")
-        arguments.at_most("pairs", pairs, int(self._turns.sum()), "the positive pairs of a pass")
+        counts = self._groups.counts
+        if len(counts) < 2 or counts.max() < 2:
+            received = f"{len(counts)} classes, the largest of {counts.max()} items"
+            raise ValueError(f"labels must hold at least 2 classes, one of them with 2 items or more, got {received}")
+        self._turns: Ints = np.where(counts > 1, -(-counts // 2), 0)
+        turns = int(self._turns.sum())
+        checks.no_more("batch_size", batch_size, len(self._groups.items), "the number of items of known classes")
+        checks.no_more("pairs", pairs, batch_size // 2, "half of batch_size")
+        checks.no_more("pairs", pairs, turns, "the positive pairs of a pass")
         arguments.ranks(rank, world_size, "items", {"items": ("batch_size", batch_size)})
-        super().__init__(
-            pass_batches=-(-int(self._turns.sum()) // pairs),
-            batches=batches,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            split="items",
-            data=known,
-        )
+        super().__init__(known, -(-turns // pairs), batches, seed, rank, world_size, "items")
         self._add_to_fingerprint(batch_size, pairs, candidates)
         if neighbours or guard is not None:  # states of samplers without them stay valid
             self._add_to_fingerprint(neighbours, repr(guard))
         self.batch_size, self.pairs, self.candidates = batch_size, pairs, max(candidates, batch_size)
         self.neighbours, self.guard = neighbours, guard
-        self._pass = -1  # the pass whose pairs are drawn
-        self._pool: tuple[tuple[int, int], Ints] | None = None
 
     def refresh(self, embeddings: Embeddings, neighbours: Ints | Tensor | None = None) -> None:
         """embeddings (N, D), one row per item as in `labels`; rows of unknown items are not read.
@@ -101,24 +91,20 @@ class HardNegatives(EpochSampler):
         neighbours (N, k): the k = `neighbours` nearest negatives of each item, -1 where there are fewer.
         """
         rows = arguments.class_rows("embeddings", embeddings, len(self._labels), "item")
-        arguments.between_epochs(self._epoch, self._drawn, len(self))
         rows = torch.where(torch.from_numpy(self._labels >= 0).to(rows.device)[:, None], rows, 0)
-        arguments.finite("embeddings", rows, "items")
         lists = arguments.negatives(neighbours, self._labels, self.neighbours)
-        self._unit, self._lists = on_grid(rows), lists
+        self._keep("embeddings", rows, "items")
+        self._lists = lists
 
     def state_dict(self, batches_done: int | None = None) -> dict[str, Tensor]:
         state = super().state_dict(batches_done)
-        if self._unit is not None:
-            state["item_embeddings"] = torch.from_numpy(self._unit).to(torch.int16)  # (N, D), unit vectors × 2048
         if self._lists is not None:
             state["neighbours"] = torch.from_numpy(self._lists)  # (N, k) int32
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         super().load_state_dict(state)
-        stored, lists = state.get("item_embeddings"), state.get("neighbours")
-        self._unit = None if stored is None else stored.to("cpu", torch.float32).numpy()
+        lists = state.get("neighbours")
         self._lists = None if lists is None else lists.cpu().numpy()
 
     def _global_batch(self, pass_index: int, position: int) -> tuple[Ints, Ints]:
@@ -147,15 +133,16 @@ class HardNegatives(EpochSampler):
 
     def _pairs_of(self, pass_index: int) -> Ints:
         """All positive pairs (T, 2) of a pass in a random order: each class in a random order, two by two."""
-        turn = np.arange(self._turns.sum()) - np.repeat(np.cumsum(self._turns) - self._turns, self._turns)
-        classes = np.repeat(np.arange(len(self._turns)), self._turns)
-        two = np.full_like(turn, 2)
-        pairs = self._groups.shuffled(self.seed, pass_index).take(classes, 2 * turn, two).reshape(-1, 2)
+        turn, classes = counted(self._turns), np.repeat(np.arange(len(self._turns)), self._turns)
+        order = self._groups.shuffled(self.seed, pass_index)
+        pairs = order.take(classes, 2 * turn, np.full_like(turn, 2)).reshape(-1, 2)
         return pairs[shuffled(words(len(pairs), self.seed, Stream.PAIRS, pass_index))]
 
     def _negatives(self, ends: Ints, bound: NDArray[np.float64] | None, pass_index: int, position: int) -> Ints:
         """Fills the batch: for each item of the pairs in turn the nearest candidate of another class not yet in it."""
-        pool = self._candidates(pass_index, position)
+        items = self._groups.items
+        size = min(self.candidates, len(items))
+        pool = items[self._window(len(items), size, Stream.NEGATIVES, pass_index, position)]
         if self._lists is not None:
             near = self._lists[ends]
             pool = np.union1d(near[near >= 0], pool[: self.batch_size])
@@ -179,14 +166,3 @@ class HardNegatives(EpochSampler):
             similarity[:, best] = -np.inf
             chosen.append(best)
         return pool[chosen]
-
-    def _candidates(self, pass_index: int, position: int) -> Ints:
-        """Random items of known classes, drawn evenly: shuffled orders of all, used up piece by piece."""
-        items, size = self._groups.items, min(self.candidates, len(self._groups.items))
-        piece, start = divmod(position, len(items) // size)
-        if self._pool is None or self._pool[0] != (pass_index, piece):
-            self._pool = (
-                (pass_index, piece),
-                items[shuffled(words(len(items), self.seed, Stream.NEGATIVES, pass_index, piece))],
-            )
-        return self._pool[1][start * size : (start + 1) * size]

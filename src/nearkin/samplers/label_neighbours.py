@@ -5,12 +5,10 @@ from bisect import bisect_left, bisect_right
 import numpy as np
 
 from nearkin.core import checks
-from nearkin.core.random import Ints, Stream, closest, shuffled, words
+from nearkin.core.random import Ints, Stream, closest
 from nearkin.samplers import arguments
 from nearkin.samplers.arguments import Targets
 from nearkin.samplers.base import EpochSampler
-
-__all__ = ["LabelNeighbours"]
 
 
 class LabelNeighbours(EpochSampler):
@@ -47,22 +45,12 @@ class LabelNeighbours(EpochSampler):
         checks.integer("batch_size", batch_size, 1)
         checks.integer("neighbours", neighbours, 0)
         checks.integer("anchors", anchors, 1)
-        arguments.at_most("batch_size", batch_size, self._items, "the number of items")
-        arguments.at_most("anchors", anchors, batch_size, "batch_size")
+        checks.no_more("batch_size", batch_size, self._items, "the number of items")
+        checks.no_more("anchors", anchors, batch_size, "batch_size")
         beside = "the anchor" if anchors == 1 else f"each of {anchors} anchors"
-        arguments.at_most(
-            "neighbours", neighbours, batch_size // anchors - 1, f"what batch_size leaves beside {beside}"
-        )
+        checks.no_more("neighbours", neighbours, batch_size // anchors - 1, f"what batch_size leaves beside {beside}")
         arguments.ranks(rank, world_size, "items", {"items": ("batch_size", batch_size)})
-        super().__init__(
-            pass_batches=-(-self._items // anchors),
-            batches=batches,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            split="items",
-            data=self._columns,
-        )
+        super().__init__(self._columns, -(-self._items // anchors), batches, seed, rank, world_size, "items")
         self._add_to_fingerprint(batch_size, neighbours)
         if anchors > 1:  # states of one anchor stay valid
             self._add_to_fingerprint(anchors)
@@ -70,7 +58,6 @@ class LabelNeighbours(EpochSampler):
         if len(self._columns) == 1:
             self._ascending = np.argsort(self._columns[0], kind="stable")
             self._sorted = self._columns[0][self._ascending]
-        self._shuffles: dict[int, tuple[tuple[int, ...], Ints]] = {}
 
     def nearest(self, item: int) -> Ints:
         """The k items nearest to this one by label, nearest first."""
@@ -100,19 +87,9 @@ class LabelNeighbours(EpochSampler):
 
     def _global_batch(self, pass_index: int, position: int) -> tuple[Ints, Ints]:
         turns = np.arange(position * self.anchors, (position + 1) * self.anchors) % self._items
-        anchors = self._shuffled(Stream.ANCHORS, pass_index)[turns]
+        anchors = self._shuffled(self._items, Stream.ANCHORS, pass_index)[turns]
         members = np.concatenate([anchors, *(self.nearest(int(anchor)) for anchor in anchors)])
         head = members[np.sort(np.unique(members, return_index=True)[1])]  # neighbourhoods may overlap
-        piece, start = divmod(position, self._items // self.batch_size)
-        order = self._shuffled(Stream.REST, pass_index, piece)
-        window = order[start * self.batch_size : (start + 1) * self.batch_size]  # as long as head and rest together
+        window = self._window(self._items, self.batch_size, Stream.REST, pass_index, position)  # head and rest at most
         rest = window[~np.isin(window, head)][: self.batch_size - len(head)]
         return np.concatenate([head, rest]), np.ones(self.batch_size, np.int64)
-
-    def _shuffled(self, stream: Stream, *place: int) -> Ints:
-        """A shuffled order of all items, cached until another one for the same stream is needed."""
-        cached = self._shuffles.get(stream)
-        if cached is None or cached[0] != place:
-            cached = place, shuffled(words(self._items, self.seed, stream, *place))
-            self._shuffles[stream] = cached
-        return cached[1]

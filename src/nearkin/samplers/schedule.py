@@ -12,8 +12,6 @@ import numpy as np
 
 from nearkin.core.random import Ints, Stream, shuffled, words
 
-__all__ = ["Groups", "Order", "PickedBatches", "RandomBatches", "SpreadItems", "fill_turns", "turns_needed"]
-
 
 class Order(NamedTuple):
     """The items of a pass, class after class: those of class c are items[starts[c] : starts[c] + counts[c]]."""
@@ -24,10 +22,14 @@ class Order(NamedTuple):
 
     def take(self, classes: Ints, offsets: Ints, sizes: Ints) -> Ints:
         """The next `sizes` items of each class from `offsets` on, in cyclic order."""
-        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        place = (np.repeat(offsets, sizes) + within) % np.repeat(self.counts[classes], sizes)
+        place = (np.repeat(offsets, sizes) + counted(sizes)) % np.repeat(self.counts[classes], sizes)
         taken: Ints = self.items[np.repeat(self.starts[classes], sizes) + place]
         return taken
+
+
+def counted(sizes: Ints) -> Ints:
+    """0 … size - 1 of each size, one after the other."""
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 class Groups:
@@ -90,8 +92,7 @@ def _draws(sizes: Ints, turns: int, total: int) -> Ints:
         drawn = np.minimum(sizes * rounds, most)
         room = np.minimum(sizes * (rounds + 1), most) - drawn
         drawn = drawn + np.clip(total - drawn.sum() - (np.cumsum(room) - room), 0, room)
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    draws: Ints = np.repeat(drawn // sizes, sizes) + (within < np.repeat(drawn % sizes, sizes))
+    draws: Ints = np.repeat(drawn // sizes, sizes) + (counted(sizes) < np.repeat(drawn % sizes, sizes))
     if draws.sum() < total:
         level = bisect_right(range(1, total + 1), total, key=lambda r: int(np.maximum(draws, r).sum()))
         draws = np.maximum(draws, level)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nearkin import losses, models
 from nearkin.core import files
-from nearkin.core.random import Ints, Salt, Stream, salted, shuffled, words
+from nearkin.core.random import Ints, Salt, Stream, salted
 from nearkin.core.versions import version_of
 from nearkin.dist import parallel, sync_batchnorm
 from nearkin.dist.group import ALONE, ProcessGroup
@@ -50,20 +50,12 @@ class TwoViews(EpochSampler):
 
     def __init__(self, count: int, batch: int, *, batches: int | None = None, seed: int = 0) -> None:
         self.count, self.items = count, batch
-        self._pass: tuple[int, Ints] | None = None  # the order of the last pass asked for
-        data = np.arange(count)
-        passes = max(1, count // batch)
-        super().__init__(
-            pass_batches=passes, batches=batches, seed=seed, rank=0, world_size=1, split="items", data=data
-        )
+        super().__init__(np.arange(count), max(1, count // batch), batches, seed)
         self._add_to_fingerprint(batch)
 
     def _global_batch(self, pass_index: int, position: int) -> tuple[Ints, Ints]:
-        known = self._pass
-        if known is None or known[0] != pass_index:
-            known = pass_index, shuffled(words(self.count, self.seed, Stream.UNLABELLED, pass_index))
-            self._pass = known  # threads may both compute it: to the same order
-        items = known[1][position * self.items : (position + 1) * self.items]
+        order = self._shuffled(self.count, Stream.UNLABELLED, pass_index)
+        items = order[position * self.items : (position + 1) * self.items]
         return np.repeat(items, 2), np.full(len(items), 2, np.int64)
 
 

@@ -23,6 +23,7 @@ from nearkin.dist.global_batch import GlobalBatch
 from nearkin.dist.group import ALONE, ProcessGroup
 from nearkin.dist.parallel import Parallel
 from nearkin.evaluation.arrays import Progress
+from nearkin.losses.engine import PairLoss
 from nearkin.models import Encoder
 from nearkin.models.adapt import plain_state
 from nearkin.samplers import EpochSampler, HardNegatives, PairPerClass
@@ -88,6 +89,13 @@ class Trainer:
         self.graphed_step: GraphedStep | None = None
         if self.group.size == 1:
             self._use_graphs(self.recipe.training.graphs)
+        if self.compiles_loss:
+            parts = [part for part in self.loss.modules() if isinstance(part, PairLoss)]
+            for part in parts:
+                part.compile()
+            if parts:
+                names = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+                self.notes.append(f"a step is no CUDA graph, so the loss is compiled: {names}")
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
         self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
         self.global_loss = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
@@ -105,6 +113,11 @@ class Trainer:
         self.epoch_loss = torch.zeros((), device=self.device)  # and since the epoch began
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.saved_at = self.logged_at = self.clock = time.monotonic()
+
+    @property
+    def compiles_loss(self) -> bool:
+        """On a GPU, from the first step on: a step graph, which makes it needless, may end later, and numbers stay."""
+        return self.device.type == "cuda" and self.graphed_step is None and not self.recipe.training.deterministic
 
     @property
     def best_encoder(self) -> Encoder:

@@ -11,6 +11,7 @@ from nearkin import losses, models, samplers
 from nearkin.core import checks
 from nearkin.data import augment
 from nearkin.losses.matryoshka import check_lengths
+from nearkin.losses.settings import Loss
 from nearkin.training.config.recipe import Recipe, no_effect
 
 __all__ = ["BY_LENGTH", "LOSSES", "SAMPLERS", "Choice", "Setting", "augmentation_of", "check_keys", "encoder_settings"]
@@ -48,7 +49,8 @@ class Choice(NamedTuple):
 
 def settings_of(make: Callable[..., Any], without: Iterable[str] = _FILLED) -> dict[str, Setting]:
     """The arguments of a function or class that a recipe may set."""
-    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    stated = inspect.isclass(make) and issubclass(make, Loss)
+    hints = get_type_hints(make.__init__ if inspect.isclass(make) and not stated else make)
     return {
         name: Setting(name, hints.get(name, Any), parameter.default)
         for name, parameter in inspect.signature(make).parameters.items()

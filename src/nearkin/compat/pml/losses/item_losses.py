@@ -101,7 +101,7 @@ class CircleLoss(_ItemLoss):
 
     def by_nearkin(self, *batch: Any) -> Tensor:
         """Over all pairs that are given."""
-        return losses.circle_loss(*batch, margin=self.m, scale=self.gamma, reduction="none")
+        return losses.circle_loss(*batch, margin=self.m, scale=self.gamma, reduction="none")  # type: ignore[misc]
 
     def get_default_reducer(self) -> BaseReducer:
         """Over the terms above 0."""
@@ -117,7 +117,7 @@ class SupConLoss(_ItemLoss):
 
     def by_nearkin(self, *batch: Any) -> Tensor:
         """Over all pairs that are given."""
-        return losses.supcon_loss(*batch, temperature=self.temperature, reduction="none")
+        return losses.supcon_loss(*batch, temperature=self.temperature, reduction="none")  # type: ignore[misc]
 
     def by_matrix(self, matrix: Tensor, relation: Relation) -> Tensor:
         """The same of another distance."""

@@ -1,0 +1,248 @@
+"""A setting of a loss is stated once: its default, what is allowed, what it means, where `nearkin compare` searches it.
+
+    class SupConLoss(PairLoss):
+        temperature: float = setting(default=0.1, above=0, search=…, text="t, divides the cosines")
+
+The signature, `help`, the checks at construction and at `loss.temperature = 0.2`, the recipe's section and the searched
+range are read from it.
+"""
+
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+from typing_extensions import dataclass_transform
+
+from nearkin.core import checks
+
+__all__ = ["REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "setting"]
+
+REQUIRED: Any = inspect.Parameter.empty
+GONE = {"impl": "with its kernels: leave it out; loss.compile() makes it fast on a GPU"}
+
+
+class Range(NamedTuple):
+    """From `low` to `high`, both included; log: even in the exponent, for what spans powers of ten."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+class Choices(NamedTuple):
+    """One of several names or numbers."""
+
+    values: tuple[str | int | float, ...]
+
+
+Searched: TypeAlias = Range | Choices
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a setting; `check` raises the sentence about a value that is not allowed."""
+
+    default: Any
+    text: str
+    above: float | None
+    at_least: float | None
+    whole: bool
+    choices: Sequence[str] | None
+    optional: bool
+    fixed: bool
+    shapes: bool
+    learned: bool
+    kw_only: bool
+    search: Searched | None
+    rule: Callable[[str, Any], None] | None
+
+    def check(self, name: str, value: Any) -> None:
+        if (value is None and self.optional) or (self.learned and isinstance(value, Tensor)):
+            return
+        if self.rule is not None:
+            self.rule(name, value)
+        elif self.choices is not None:
+            checks.one_of(name, value, self.choices)
+        elif self.whole:
+            checks.integer(name, value, 1)
+        elif isinstance(self.default, bool):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+        elif self.above is not None:
+            checks.positive(name, value)
+        elif self.at_least is not None:
+            checks.at_least(name, value, self.at_least)
+        else:
+            checks.number(name, value)
+
+
+def setting(
+    *,
+    default: Any = REQUIRED,
+    text: str,
+    above: float | None = None,
+    at_least: float | None = None,
+    whole: bool = False,
+    choices: Sequence[str] | None = None,
+    optional: bool = False,
+    fixed: bool = False,
+    shapes: bool = False,
+    learned: bool = False,
+    kw_only: bool = True,
+    search: Searched | None = None,
+    rule: Callable[[str, Any], None] | None = None,
+) -> Any:
+    """States a setting of a loss class.
+
+    A number above 0 (`above=0`), `at_least` a bound, any finite one without either; a `whole` number; one of the names
+    in `choices`; a switch where the default is True or False; or what `rule(name, value)` does not refuse. optional:
+    None is allowed too. fixed: cannot change after construction; shapes: nor can this, which decides the shapes of
+    parameters and is unknown to the function form. learned: where a parameter of this name starts.
+    kw_only=False: may be given by its place. search: where `nearkin compare` looks for a better value.
+    """
+    return Setting(
+        default, text, above, at_least, whole, choices, optional, fixed, shapes, learned, kw_only, search, rule
+    )
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(setting,))
+class Loss(nn.Module):
+    """Holds settings as attributes: `loss.margin` reads one, `loss.margin = 0.3` checks and changes it."""
+
+    lr_scale = 1.0
+    search_rate: ClassVar[Range | None] = None  # how much faster than the encoder its parameters learn, for compare
+    along_dim: tuple[str, ...] | None = None  # tensors whose last axis is the embedding's; None: all with two axes
+    reads_length = False  # the margin depends on the embedding's length: scaled to 1 it would have no effect
+    takes_batch_first = True  # reference_labels may be a `BatchFirst`, as `CrossBatchMemory` gives them
+    fields: ClassVar[Mapping[str, Setting]] = MappingProxyType({})
+    _ready = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Setting)}
+        without = {name for name in cls.fields if vars(cls).get(name, own) is None}  # set to None: not of this loss
+        for name in own:
+            delattr(cls, name)  # else it would hide a parameter of the same name
+        inherited = {name: s for name, s in cls.fields.items() if name not in own and name not in without}
+        cls.fields = MappingProxyType(own | inherited)
+        if "__init__" in vars(cls):  # a variant with arguments of its own
+            cls.__signature__ = None  # type: ignore[attr-defined]
+            return
+        order = sorted(cls.fields.items(), key=lambda item: item[1].kw_only)
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(name, kinds[s.kw_only], default=s.default, annotation=_annotation(cls, name))
+                for name, s in order
+            ]
+        )
+        if own and cls.__doc__:  # none under python -OO
+            cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nSettings\n\n{_described(cls.fields)}"
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__()
+        loss, fields = type(self).__name__, self.fields
+        places = [name for name, s in fields.items() if not s.kw_only]
+        if len(values) > len(places):
+            raise TypeError(f"{loss} takes {len(places)} settings by their place ({', '.join(places)}), got {values!r}")
+        for name, value in zip(places, values, strict=False):
+            if name in named:
+                raise TypeError(f"{name} of {loss} is given twice, got {value!r} and {named[name]!r}")
+            named[name] = value
+        for name in named:
+            if name not in fields:
+                raise TypeError(_unknown(name, fields, loss))
+        for name, s in fields.items():
+            value = named.get(name, s.default)
+            if value is REQUIRED:
+                raise TypeError(f"{loss} needs {name}: {s.text}")
+            s.check(name, value)
+            self.__dict__[name] = value
+        self.start()
+        self.check_together()
+        self._ready = True
+
+    def start(self) -> None:
+        """Makes parameters and buffers from the settings, once."""
+
+    def check_together(self) -> None:
+        """Refuses settings that exclude each other, at construction and whenever one has changed."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings as they are now, without choices left open. To change one, set it."""
+        named = {name: getattr(self, name) for name, s in self.fields.items() if not s.shapes and not s.learned}
+        return MappingProxyType({k: v for k, v in named.items() if v is not None or self.fields[k].default is not None})
+
+    def extra_repr(self) -> str:
+        """Every setting, as `print(module)` shows them; of a parameter the value at its start."""
+        values = {name: self.__dict__[name] for name in self.fields if name in self.__dict__}
+        shown = [(k, v) for k, v in values.items() if v is not None or self.fields[k].default is not None]
+        return ", ".join(f"{name}={value!r}" for name, value in shown)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        s = self.fields.get(name)
+        if not self._ready or name in self._buffers or (s is None and name in self._parameters):
+            super().__setattr__(name, value)
+        elif s is None:
+            self._refuse_misspelt(name)
+            super().__setattr__(name, value)
+        else:
+            self._change(name, value, s)
+
+    def _change(self, name: str, value: Any, s: Setting) -> None:
+        if s.fixed or s.shapes:
+            loss = type(self).__name__
+            raise AttributeError(f"{name} cannot change after construction: make a new {loss}, got {value!r}")
+        if s.learned:
+            if not isinstance(value, nn.Parameter):
+                raise AttributeError(f"{name} is learned: fill it in place, with torch.no_grad(), got {value!r}")
+            super().__setattr__(name, value)
+            return
+        s.check(name, value)
+        before = self.__dict__[name]
+        self.__dict__[name] = value
+        try:
+            self.check_together()
+        except Exception:
+            self.__dict__[name] = before
+            raise
+
+    def _refuse_misspelt(self, name: str) -> None:
+        """Attributes of your own are welcome; what looks like a setting would be ignored, so it is refused."""
+        if name.startswith("_") or hasattr(self, name) or "__init__" in vars(type(self)):
+            return
+        if name in GONE or name in _KNOWN or difflib.get_close_matches(name, self.fields, 1, 0.8):
+            raise AttributeError(_unknown(name, self.fields, type(self).__name__))
+
+
+# What settings of more than one loss are called: on another loss they would be ignored.
+_KNOWN = frozenset({"margin", "scale", "temperature", "epsilon", "selection", "normalize", "reduction", "squared"})
+
+
+def _unknown(name: str, fields: Mapping[str, Setting], loss: str) -> str:
+    if name in GONE:
+        return f"{name} has left {loss} {GONE[name]}"
+    near = difflib.get_close_matches(name, fields, 1, 0.8)
+    hint = f'; did you mean "{near[0]}"?' if near else ";"
+    return f'unknown setting "{name}"{hint} known: {", ".join(fields)}'
+
+
+def _annotation(cls: type, name: str) -> Any:
+    for owner in cls.__mro__:
+        if name in vars(owner).get("__annotations__", {}):
+            return vars(owner)["__annotations__"][name]
+    return inspect.Parameter.empty
+
+
+def _described(fields: Mapping[str, Setting]) -> str:
+    lines = []
+    for name, s in fields.items():
+        default = "" if s.default is REQUIRED else f"={s.default!r}"
+        lines.append(textwrap.fill(f"{name}{default}: {s.text}", 116, initial_indent="  ", subsequent_indent="      "))
+    return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""`loss.compile()`: what stays compiled, and what is said where nothing compiles."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from nearkin import losses
+
+
+def batch(rows=16):
+    g = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 8, generator=g, requires_grad=True), torch.arange(rows) // 4
+
+
+@pytest.fixture
+def counter():
+    torch._dynamo.reset()
+    return CompileCounter()
+
+
+def equal(loss, x, labels):
+    plain = copy.deepcopy(loss)
+    assert plain._compiled_call_impl is None
+    torch.testing.assert_close(loss(x, labels), plain(x, labels), rtol=1e-5, atol=1e-6)
+
+
+def test_a_schedule_of_a_hundred_temperatures_stays_compiled(counter):
+    loss, (x, labels) = losses.SupConLoss(), batch()
+    loss.compile(backend=counter)
+    for step in range(100):
+        loss.temperature = 0.1 + 0.01 * step
+        equal(loss, x, labels)
+    assert counter.frame_count <= 2
+
+
+def test_twenty_losses_of_two_kinds_stay_compiled(counter):
+    x, labels = batch()
+    for number in range(10):
+        for loss in (losses.SupConLoss(0.05 * (number + 1)), losses.InfoNCELoss(0.05 * (number + 1))):
+            loss.compile(backend=counter)
+            equal(loss, x, labels)
+    assert counter.frame_count <= 4
+
+
+def test_every_selection_stays_compiled(counter):
+    """More kinds of one class than the compiler's limit of eight."""
+    x, labels = batch()
+    for squared in (True, False):
+        for selection in ("semihard", "semihard_or_hardest", "semihard_or_skip", "batch_hard", "easy_positive", "all"):
+            loss = losses.TripletLoss(selection=selection, squared=squared)
+            loss.compile(backend=counter)
+            equal(loss, x, labels)
+            seen = counter.frame_count
+            equal(loss, x, labels)
+            assert counter.frame_count == seen
+    assert counter.frame_count >= 12
+
+
+def test_thirty_sizes_of_a_batch_stay_compiled(counter):
+    loss = losses.MultiSimilarityLoss()
+    loss.compile(backend=counter)
+    for rows in range(8, 128, 4):
+        equal(loss, *batch(rows))
+    assert counter.frame_count <= 3
+
+
+def test_a_compiler_that_fails_is_named_once_and_the_loss_goes_on():
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    torch._dynamo.reset()
+    loss, (x, labels) = losses.SupConLoss(), batch()
+    loss.compile(backend=broken)
+    with pytest.warns(RuntimeWarning, match="SupConLoss is not compiled: .*no compiler here"):
+        value = loss(x, labels)
+    assert torch.equal(value, losses.SupConLoss()(x, labels))
+    loss.temperature = 0.3
+    assert torch.equal(loss(x, labels), losses.SupConLoss(0.3)(x, labels))
+
+
+def test_a_bad_batch_is_refused_in_the_same_words(counter):
+    loss = losses.SupConLoss()
+    loss.compile(backend=counter)
+    with pytest.raises(ValueError, match="labels must have one entry per row of embeddings: 16 rows, 3 labels"):
+        loss(batch()[0], torch.arange(3))
