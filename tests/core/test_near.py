@@ -170,6 +170,25 @@ def test_near_pairs_are_compared_in_slices(forced, monkeypatch):
             assert float((a - b).abs().max()) <= 1e-6 * float(a.abs().max())
 
 
+def test_an_offset_that_all_rows_share_makes_no_pair_near(forced, monkeypatch):
+    """It is taken off first: else all pairs would be compared by their differences."""
+    listed = []
+    plain = near._listed
+    monkeypatch.setattr(near, "_listed", lambda mask, dim: listed.append(int(mask.sum())) or plain(mask, dim))
+    for kind in HARD:
+        x = hard(kind, 256).requires_grad_()
+        distances.squared_euclidean(x).sum().backward()
+    per_kind = dict(zip(HARD, zip(listed[::2], listed[1::2], strict=True), strict=True))
+    assert per_kind["offset"] == per_kind["collapsed"] == per_kind["random"] == (0, 0)
+    assert per_kind["clustered"] == (6 * 64, 12 * 64)  # of each class of four, once and from both sides
+
+
+def test_squares_that_float32_hardly_holds(forced):
+    x = 1e-20 * rows("ordinary")
+    got, true = distances.euclidean(x).double(), differences(x).sqrt()
+    assert float(((got - true).abs() / true.clamp(min=1e-30)).max()) < 1e-6
+
+
 def test_what_is_not_a_number_taints_its_own_distances(forced):
     x = rows("ordinary")
     x[7, 2] = torch.nan  # one of the rows whose mean is the centre

@@ -47,10 +47,10 @@ def test_equals_the_loop(case, dtype, products):
     x, labels = case.batch(dtype)
     others = (x.flip(0) + 0.25, labels.flip(0))
     for rest in ((labels,), (labels, *others)):
-        wanted = twin_of(case, module.cpu(), x, *rest)
+        wanted = twin_of(case, module.cpu(), x, *(t.double() if t.is_floating_point() else t for t in rest))
         module.cuda()
         got = value_and_gradients(module, module, x.cuda(), *(part.cuda() for part in rest))
-        assert_same(on_cpu(got), wanted, 2e-5 if dtype == torch.float32 else 1e-2)
+        assert_same(on_cpu(got), wanted, 2e-5 if dtype == torch.float32 else 2e-2)
 
 
 @every
@@ -123,6 +123,7 @@ def test_a_large_batch_takes_blocks_of_a_gib(make):
     """B = 16,384: some twenty matrices of all pairs in float32 would be 20 GiB."""
     x = torch.randn(16_384, 128, device="cuda", requires_grad=True)
     labels = torch.arange(16_384, device="cuda") // 4
+    labels = labels.float() if make is losses.LogRatioLoss else labels
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     make()(x, labels).backward()

@@ -69,7 +69,7 @@ def _narrow(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     Where the mean is not half as long as they, it would lengthen some, and is left on.
     """
-    first = a.detach()[:ORIGIN].nan_to_num(0.0, 0.0, 0.0)
+    first = a.detach()[:ORIGIN]  # with a NaN among them the comparison is false, and nothing is taken off
     number = max(len(first), 1)
     middle = first.sum(0) / number
     middle = torch.where(middle.square().sum() > 0.25 * first.square().sum() / number, middle, 0.0)
