@@ -3,10 +3,11 @@
 import json
 import struct
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,6 +32,7 @@ __all__ = [
     "metadata_json",
     "new_row",
     "note_checksum",
+    "ours",
     "pack",
     "parse_filter",
     "parse_metadata",
@@ -61,6 +63,15 @@ Floats: TypeAlias = NDArray[np.float32]
 KnownRows: TypeAlias = dict[bytes, tuple[int, str]]  # id and label of enrolled items, by content
 CHECKSUM_BYTES = 8
 HEAD, VECTOR_HEAD = struct.Struct(">qiii"), struct.Struct(">hh")
+
+
+@contextmanager
+def ours(what: str) -> Iterator[None]:
+    """One sentence for what has parts that nearkin does not write: a checksum does not say who wrote it."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+        raise ValueError(f"{what} is none that nearkin wrote") from None
 
 
 # --- rows
@@ -187,7 +198,7 @@ def new_row(
 
 
 def parse_metadata(text: str) -> dict[str, Any]:
-    """The metadata of a row, with the keys that are ours. A checksum does not say that nearkin wrote them."""
+    """The metadata of a row, with the keys that are ours."""
     with suppress(ValueError, RecursionError):
         metadata = json.loads(text)
         if isinstance(metadata, dict):
@@ -386,9 +397,6 @@ class Facts:
         return replace(self, **changed)
 
 
-_KINDS = {"dim": int, "sources": list, "gallery": str, "next_id": int, "rows": int, "changes": int, "beyond": dict}
-
-
 def read_facts(where: str, copies: Sequence[tuple[object, object]]) -> Facts:
     """The first undamaged one of several copies."""
     for text, total in copies[:-1]:
@@ -400,19 +408,24 @@ def read_facts(where: str, copies: Sequence[tuple[object, object]]) -> Facts:
 def _parse_facts(where: str, text: object, total: object) -> Facts:
     if not isinstance(text, str) or not isinstance(total, bytes) or _facts_checksum(text) != total:
         raise ValueError(f"{where}: the description of the gallery is damaged, both copies")
-    fields: Any = None
-    with suppress(ValueError, RecursionError):
+    with ours(f"{where}: the description of the gallery"):
         fields = json.loads(text)
-    number = fields.get("format") if isinstance(fields, dict) else None
-    if isinstance(number, int) and not 1 <= number <= FORMAT:  # its fields may be others
+        number = index(fields["format"])
+        facts = _checked(Facts(**fields)) if 1 <= number <= FORMAT else None  # of a later one, the fields may be others
+    if facts is None:
         raise ValueError(f"{where}: has format {number}, this version of nearkin reads format {FORMAT}")
-    with suppress(TypeError):
-        if isinstance(number, int) and all(isinstance(fields.get(name, kind()), kind) for name, kind in _KINDS.items()):
-            facts = Facts(**fields)
-            texts = all(isinstance(text, str | None) for text in (facts.fingerprint, facts.run, *facts.sources))
-            if texts and facts.dim >= 1 and facts.next_id >= 1 and facts.rows >= 0:
-                return facts
-    raise ValueError(f"{where}: the description of the gallery is none that nearkin wrote")
+    return facts
+
+
+def _checked(facts: Facts) -> Facts:
+    numbers = [index(number) for number in (facts.dim, facts.next_id, facts.rows, facts.changes)]
+    texts = [facts.gallery, facts.fingerprint or "", facts.run or "", *facts.sources]
+    kinds = isinstance(facts.sources, list) and isinstance(facts.beyond, dict)
+    if not kinds or not all(isinstance(text, str) for text in texts) or min(numbers[:2]) < 1:
+        raise TypeError
+    if not 0 <= min(numbers) <= max(numbers) < 2**62:
+        raise OverflowError
+    return facts
 
 
 def facts_of_text(where: str, text: str) -> Facts:

@@ -1,4 +1,4 @@
-"""A gallery whose rows, description or schema another program wrote, with checksums that match."""
+"""A gallery whose rows, description, notes or schema another program wrote, with checksums that match."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 
-from nearkin.gallery import Gallery, schema
+from nearkin.gallery import Gallery, GroupEditor, own_calibration, schema
 
 os.chdir(tempfile.mkdtemp())
 warnings.simplefilter("ignore")
@@ -30,9 +30,8 @@ def row(**changed):
         values = connection.execute(f"SELECT {', '.join(names)} FROM items WHERE id = 1").fetchone()
         new = dict(zip(names, values, strict=True)) | changed
         total = schema.checksum(1, *new.values())
-        connection.execute(
-            "UPDATE items SET metadata = ?, vector = ?, sum = ?", (new["metadata"], new["vector"], total)
-        )
+        forged = new["metadata"], new["vector"], total
+        connection.execute("UPDATE items SET metadata = ?, vector = ?, sum = ? WHERE id = 1", forged)
 
     return forge
 
@@ -48,6 +47,26 @@ def facts(text=None, **changed):
     return forge
 
 
+def note(key, text="[]", **changed):
+    """Writes a note, with its checksum; the one about a bridge with a row that came over it."""
+
+    def forge(connection):
+        plain = text if not changed else json.dumps(FORMS[key] | changed)
+        connection.execute("CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, content TEXT, sum BLOB)")
+        connection.execute("INSERT INTO notes VALUES (?, ?, ?)", (key, plain, schema.note_checksum(key, plain)))
+        if key == "bridge":
+            facts(beyond={"bridge": True})(connection)
+            row(metadata='{"nearkin.encoder":"a"}')(connection)
+
+    return forge
+
+
+FORMS = {
+    "bridge": {"format": 1, "encoder": "", "knots": {}, "summary": {}, "calibration": None, "why": ""},
+    "groups": {"version": 1, "scope": "all", "similarity": 0.5, "groups": {}, "alone": 0, "steps": []},
+}
+STEP = {"kind": "name", "groups": {}, "labels": {"1": ["a", 5]}}
+BRIDGE, GROUPS, OWN = "the note about its bridge is none", "the note about the groups of", "its calibration is damaged"
 ROW, GALLERY = "that nearkin did not write|is none that nearkin wrote", "the description of the gallery is none"
 CASES = {
     "metadata are a list": (row(metadata="[]"), ROW),
@@ -65,6 +84,19 @@ CASES = {
     "a store's data that are a list": (facts(beyond=[1]), GALLERY),
     "a run that is a number": (facts(run=5), GALLERY),
     "fewer than no rows": (facts(rows=-1), GALLERY),
+    "ids beyond those of SQLite": (facts(next_id=2**70), GALLERY),
+    "a bridge that is a list": (note("bridge"), BRIDGE),
+    "a bridge without its fields": (note("bridge", '{"format": 1}'), BRIDGE),
+    "a scale of texts": (note("bridge", knots={"a": [["x"], ["y"]]}), BRIDGE),
+    "a scale that falls": (note("bridge", knots={"a": [[1, 0], [0, 1]]}), BRIDGE),
+    "groups that are a list": (note("groups"), GROUPS),
+    "a deep note about groups": (note("groups", "[" * 100_000), GROUPS),
+    "a group of texts": (note("groups", groups={"1": ["x"]}), GROUPS),
+    "a group of rows beyond those of SQLite": (note("groups", groups={"1": [2**70]}), GROUPS),
+    "a step without its fields": (note("groups", steps=[{}]), GROUPS),
+    "a step that undoes to a number": (note("groups", steps=[STEP]), GROUPS),
+    "a deep calibration": (note("calibration", "[" * 100_000), OWN),
+    "a deep note on what is learned": (note("recognition", "[" * 100_000), "at least 3 labels"),
     "an endless view": (lambda connection: connection.executescript(ENDLESS), "has a view"),
     "a trigger": (
         lambda connection: connection.execute("CREATE TRIGGER t AFTER INSERT ON items BEGIN DELETE FROM items; END"),
@@ -77,7 +109,10 @@ def answer(place):
     """What opening and searching it ends with."""
     try:
         with Gallery.open(place, dim=4) as gallery:
-            return repr(gallery.search(EYE[0], 4, {"colour": "red"}) or gallery.search(EYE[0], 4))
+            gallery.search(EYE[0], 4, {"colour": "red"})
+            answers = gallery.search(EYE[0], 4), GroupEditor(gallery).state(), gallery.identify(EYE[0] + EYE[1])
+            own_calibration.load(gallery._store, gallery._store.facts())  # as a gallery of a ready encoder does
+            return repr((*answers, gallery.verify(EYE[0], EYE[1])))
     except ValueError as error:
         return str(error)
     except Exception as error:
