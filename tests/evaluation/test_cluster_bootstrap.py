@@ -294,7 +294,7 @@ def test_results_without_intervals_say_why(classes):
             embeddings=x, pairs=pairs, labels=labels, fars=(0.5,), **on
         ),
         "one_shot": lambda **on: evaluation.one_shot(x, labels, ways=2, episodes=9, **on),
-        "graded": lambda **on: evaluation.graded(x, x[:, 0], classes=labels, **on),
+        "graded": lambda **on: evaluation.graded(x, x[:, 0], **on, **({"classes": labels} if on else {})),
         "bcubed": lambda **on: evaluation.bcubed(labels, labels % 3, **on),
     }
     for name, function in measured.items():

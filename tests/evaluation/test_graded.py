@@ -201,4 +201,7 @@ def test_classes_are_resampled_where_they_are_known():
     wide, narrow = (scores.intervals["ndcg@10"][1] - scores.intervals["ndcg@10"][0] for scores in (result, alone))
     assert wide > 1.5 * narrow  # six queries of one class say the same
     with pytest.raises(ValueError, match="classes must have one entry per row of embeddings: 120 rows, 3 labels"):
-        graded(x, targets, classes=classes[:3])
+        graded(x, targets, interval=True, classes=classes[:3])
+    for name, value in (("seed", 0), ("classes", classes)):
+        with pytest.raises(ValueError, match=f"{name} would have no effect: interval is False"):
+            graded(x, targets, **{name: value})

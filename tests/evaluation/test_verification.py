@@ -455,6 +455,17 @@ SCORES, SAME = torch.tensor([0.1, 0.9]), torch.tensor([False, True])
             "samples would have no effect: interval is False; leave it out",
         ),
         (lambda: verification(SCORES, SAME, classes=SAME), "classes would have no effect: interval is False"),
+        (
+            lambda: verification(
+                embeddings=torch.eye(3),
+                pairs=torch.tensor([[0, 1], [0, 2]]),
+                labels=torch.arange(3) // 2,
+                classes=torch.zeros(2, 2, dtype=torch.int64),
+                interval=True,
+            ),
+            "classes are taken from labels; pass one of them, got both",
+        ),
+        (lambda: verification(SCORES, SAME, labels=torch.arange(3)), "labels need embeddings and pairs; beside scores"),
         (lambda: verification(SCORES, SAME, interval=True, samples=0), "samples must be >= 1, got 0"),
         (
             lambda: all_pairs(torch.eye(3), torch.arange(3) // 2, samples=9),

@@ -37,6 +37,12 @@ NEW = [row for row, code, mine in zip(ROWS, CODES, ENROLLED, strict=True) if cod
 STRANGERS = list(ROWS[CODES >= 30])
 
 
+@pytest.fixture(autouse=True)
+def only_looks(monkeypatch):
+    """Without its half minute the learner wakes for a change of the gallery alone."""
+    monkeypatch.setattr(learners, "EVERY", 600.0)
+
+
 def filled(place):
     gallery = Gallery.open(place, dim=24)
     gallery.enrol(ROWS[ENROLLED], [label for label, mine in zip(LABELS, ENROLLED, strict=True) if mine])

@@ -11,6 +11,7 @@ from nearkin.dist.group import ProcessGroup
 from nearkin.evaluation.arrays import Array, Ids, Progress, Scores, takes_arrays
 from nearkin.evaluation.retrieval.knn import BUDGET
 from nearkin.evaluation.statistics.cluster_bootstrap import bootstrap, explain_missing, share_interval
+from nearkin.evaluation.verification.pair_bootstrap import only_with_interval
 
 __all__ = ["DISTANCES", "graded", "per_query"]
 
@@ -29,7 +30,7 @@ def graded(
     budget: int = BUDGET,
     interval: bool = False,
     classes: Ids | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> Scores[float]:
@@ -46,19 +47,20 @@ def graded(
                              gallery, ties at their mean rank; a query at one distance from everything counts 0
     "spearman_skipped"       how many queries have one label distance to everything; they are left out
                              (NaN where that is all of them)
-    `interval` adds 95 % intervals by `bootstrap` as `.intervals`: over `classes` (N,) of the queries where these are
-    passed, without -1; else over queries, which is too narrow where these come in groups.
+    `interval` adds 95 % intervals by `bootstrap` with `seed` (0) as `.intervals`: over `classes` (N,) of the queries
+    where these are passed, without -1; else over queries, which is too narrow where these come in groups.
     progress(done, total) is called with queries. Where k is larger than the gallery, all of it is taken. Everything in
     float64, exactly, in tiles of queries within `budget` bytes. group: processes that share the queries, as in
     `retrieval`.
     """
+    only_with_interval(interval, seed=seed, classes=classes)
     if classes is not None:
         checks.class_ids("classes", classes, checks.rows("embeddings", embeddings))
     options = {"gallery": gallery, "gallery_targets": gallery_targets, "distance": distance, "budget": budget}
     values = per_query(embeddings, targets, ks, **options, progress=progress, group=group)  # type: ignore[arg-type]
     result = Scores({name: float(value.nanmean()) for name, value in values.items()})
     if interval:
-        groups = torch.arange(len(embeddings)) if classes is None else classes.cpu()
+        groups, seed = torch.arange(len(embeddings)) if classes is None else classes.cpu(), seed or 0
         for name, value in values.items():
             perfect = name.startswith("ndcg") and result[name] == 1  # resamples would be perfect, too
             result.intervals[name] = share_interval(value, groups) if perfect else bootstrap(value, groups, seed=seed)

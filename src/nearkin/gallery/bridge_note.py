@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import asdict, dataclass, field
+from operator import index
 from typing import Any
 
-from nearkin.gallery.bridge_scale import Scale
+from nearkin.gallery.bridge_scale import Scale, read_scale
 from nearkin.gallery.results import Calibrator
-from nearkin.gallery.schema import Facts
+from nearkin.gallery.schema import Facts, ours
 from nearkin.gallery.stores import Store
 
 __all__ = ["FINISHED", "KEY", "MARK", "Bridges", "load"]
@@ -31,14 +32,15 @@ class Bridges:
     scales: dict[str, Scale] = field(init=False)
 
     def __post_init__(self) -> None:
-        scales = {mark: Scale(tuple(x), tuple(y)) for mark, (x, y) in self.knots.items()}
+        scales = {mark: read_scale(knots) for mark, knots in self.knots.items()}
         object.__setattr__(self, "scales", scales)
 
     def calibrator(self, facts: Facts) -> tuple[Calibrator | None, str]:
         """Of the gallery while it has rows of earlier encoders; or None, and a sentence that says why."""
         if self.calibration is None or self.encoder != facts.fingerprint:
             return None, f"not calibrated across the bridge, so there is only a similarity: {self.why}"
-        return Calibrator(self.calibration), ""
+        with ours("the calibration across the bridge"):
+            return Calibrator(self.calibration), ""
 
     def text(self) -> str:
         plain = asdict(self)
@@ -53,7 +55,10 @@ def load(store: Store, facts: Facts) -> Bridges | None:
         return None
     if not text:
         return Bridges(facts.fingerprint or "", {}, {}, None, "the note about its bridge is damaged; restore a backup")
-    plain = json.loads(text)
-    if plain["format"] != FORMAT:
-        raise ValueError(f"{store.where}: its bridge has format {plain['format']}, this version reads {FORMAT}")
-    return Bridges(**plain)
+    with ours(f"{store.where}: the note about its bridge"):
+        plain = json.loads(text)
+        number = index(plain["format"])
+        bridges = Bridges(**plain) if number == FORMAT else None
+    if bridges is None:
+        raise ValueError(f"{store.where}: its bridge has format {number}, this version reads {FORMAT}")
+    return bridges

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nearkin.gallery.schema import Floats
 
-__all__ = ["Scale", "measure_scale"]
+__all__ = ["Scale", "measure_scale", "read_scale"]
 
 KNOTS = 64
 MOST = 3000  # items whose pairs are compared
@@ -48,4 +48,12 @@ def measure_scale(new: Floats, bridged: Floats) -> Scale:
     rising = np.concatenate([[True], np.diff(np.maximum.accumulate(x)) > 1e-9])
     x, y = x[rising], np.maximum.accumulate(y[rising])
     y = np.minimum(y + 1e-12 * np.arange(len(y)), LARGEST)
+    return Scale(tuple(x.tolist()), tuple(y.tolist()))
+
+
+def read_scale(knots: Any) -> Scale:
+    """From what a gallery keeps; a ValueError where that is no scale."""
+    x, y = np.array(knots, np.float64)
+    if not x.size or not np.isfinite([x, y]).all() or (np.diff([x, y]) < 0).any():
+        raise ValueError("a scale must be finite and ascending")
     return Scale(tuple(x.tolist()), tuple(y.tolist()))

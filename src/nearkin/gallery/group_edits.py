@@ -15,7 +15,7 @@ import torch
 from nearkin.core import checks
 from nearkin.core.errors import MissingRow, StaleGroups
 from nearkin.gallery.run_plda import plda_of_gallery
-from nearkin.gallery.schema import UNLABELLED, check_label
+from nearkin.gallery.schema import UNLABELLED, check_label, ours
 from nearkin.gallery.source_groups import group_vectors
 
 if TYPE_CHECKING:
@@ -72,12 +72,41 @@ class _State(NamedTuple):
 def _parsed(text: str) -> _State:
     if not text:
         return _State()
-    plain = json.loads(text)
-    plain["groups"] = {int(number): rows for number, rows in plain["groups"].items()}
-    for step in plain["steps"]:
-        step["groups"] = {int(number): rows for number, rows in step["groups"].items()}
-        step["labels"] = {int(row): labels for row, labels in step["labels"].items()}
-    return _State(**plain | {"steps": tuple(plain["steps"])})
+    with ours("the note about the groups of the gallery"):
+        plain = json.loads(text)
+        version, steps = int(plain["version"]), tuple(_step(**step) for step in plain["steps"])
+        return _State(version, groups=_numbered(plain["groups"], _ids), steps=steps)._replace(**_settings(plain))
+
+
+def _step(kind: str, groups: Any, labels: Any, past: Any = None) -> dict[str, Any]:
+    step = {"kind": str(kind), "groups": _numbered(groups, lambda rows: None if rows is None else _ids(rows))}
+    step["labels"] = _numbered(labels, _two_labels)
+    return step if past is None else step | {"past": _settings(past)}
+
+
+def _settings(plain: Any) -> dict[str, Any]:
+    similarity = plain["similarity"]
+    checks.one_of("scope", plain["scope"], SCOPES)
+    return {
+        "scope": plain["scope"],
+        "similarity": None if similarity is None else float(similarity),
+        "alone": int(plain["alone"]),
+    }
+
+
+def _numbered(plain: Any, parse: Callable[[Any], Any]) -> dict[int, Any]:
+    return {int(number): parse(value) for number, value in plain.items()}
+
+
+def _ids(rows: Any) -> list[int]:
+    ids: list[int] = np.array(rows, np.int64).reshape(len(rows)).tolist()
+    return ids
+
+
+def _two_labels(pair: Any) -> list[str]:
+    """The old one and the new one."""
+    old, new = pair
+    return [check_label(old), check_label(new)]
 
 
 class GroupEditor:

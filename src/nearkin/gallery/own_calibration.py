@@ -32,7 +32,7 @@ def load(store: Store, facts: Facts) -> tuple[Calibrator | None, str]:
         return None, "the gallery is not calibrated, so there is only a similarity; nearkin gallery calibrate G does it"
     try:
         plain = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{store.where}: its calibration is damaged ({error}); {again} makes it again") from None
     return results.parse_calibration(plain, f"the calibration of {store.where}", facts.fingerprint or "", again)
 

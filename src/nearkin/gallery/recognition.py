@@ -180,11 +180,16 @@ def load(store: Store, facts: Facts) -> Recognition | None:
             return None
         far = plain["far"]
         score, expected, at_most = (np.array(far[name], float) for name in ("score", "expected", "at_most"))
+        if not score.size or not np.isfinite([score, expected, at_most]).all():
+            return None
         curve = events.Far(score, expected, at_most, int(far["classes"]))
-        rows, next_id, changes = (int(number) for number in plain["state"])
-        fields = (str(plain["key"]), plain["encoder"], [rows, next_id, changes], plain["labels"], plain["items"])
-        return Recognition(Recogniser(**arrays, far=curve), *fields, plain["date"], plain["of"])
-    except (ValueError, KeyError, TypeError):
+        rows, next_id, changes, labels, items = np.array(
+            [*plain["state"], plain["labels"], plain["items"]], int
+        ).tolist()
+        texts = str(plain["date"]), str(plain["of"])
+        fields = str(plain["key"]), plain["encoder"], [rows, next_id, changes], labels, items
+        return Recognition(Recogniser(**arrays, far=curve), *fields, *texts)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -3,10 +3,11 @@
 import json
 import struct
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from operator import index
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,8 +32,10 @@ __all__ = [
     "metadata_json",
     "new_row",
     "note_checksum",
+    "ours",
     "pack",
     "parse_filter",
+    "parse_metadata",
     "read_facts",
     "read_metadata",
     "renewed_metadata",
@@ -52,6 +55,7 @@ ENCODER = (
 )
 MAX_METADATA = 16_384  # bytes of an item's metadata as JSON: a search returns up to 1,000 items with theirs
 MAX_NAME = 4096  # characters of an item's name
+LENGTH = 1e-3  # that the squared length of a stored vector may differ from 1
 UNIT_ROWS = 4096  # brought to length 1 at a time
 MAX_DEPTH = 16  # levels of nested dicts and lists
 
@@ -59,6 +63,15 @@ Floats: TypeAlias = NDArray[np.float32]
 KnownRows: TypeAlias = dict[bytes, tuple[int, str]]  # id and label of enrolled items, by content
 CHECKSUM_BYTES = 8
 HEAD, VECTOR_HEAD = struct.Struct(">qiii"), struct.Struct(">hh")
+
+
+@contextmanager
+def ours(what: str) -> Iterator[None]:
+    """One sentence for what has parts that nearkin does not write: a checksum does not say who wrote it."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+        raise ValueError(f"{what} is none that nearkin wrote") from None
 
 
 # --- rows
@@ -136,7 +149,12 @@ def pack(rows: Floats) -> list[bytes]:
 
 def unpack(vectors: Sequence[bytes], dim: int) -> Floats:
     """(n, D) float32 in this machine's byte order."""
-    rows: Floats = np.frombuffer(b"".join(vectors), ">f4").reshape(-1, dim).astype(np.float32)
+    content = b"".join(vectors)
+    if len(content) != 4 * dim * len(vectors):
+        raise ValueError(f"a row of the gallery has no vector of {dim} numbers, and is none that nearkin wrote")
+    rows: Floats = np.frombuffer(content, ">f4").reshape(-1, dim).astype(np.float32)
+    if not (np.abs(np.einsum("nd,nd->n", rows, rows) - 1) < LENGTH).all():  # also where it is NaN
+        raise ValueError("a row of the gallery has a vector that is not of length 1, and is none that nearkin wrote")
     return rows
 
 
@@ -179,9 +197,18 @@ def new_row(
     return NewRow(content, label, _storable_name(name) if name else "", text, vector, thumbnail)
 
 
+def parse_metadata(text: str) -> dict[str, Any]:
+    """The metadata of a row, with the keys that are ours."""
+    with suppress(ValueError, RecursionError):
+        metadata = json.loads(text)
+        if isinstance(metadata, dict):
+            return metadata
+    raise ValueError(f"a row of the gallery has metadata that nearkin did not write ({shortened(text)})")
+
+
 def read_metadata(text: str) -> tuple[dict[str, Any], float | None]:
     """The metadata of a row as they came in, and the quality of its item; None in a gallery that does not know it."""
-    metadata = json.loads(text)
+    metadata = parse_metadata(text)
     quality = metadata.pop(QUALITY, None)
     metadata.pop(ENCODER, None)
     known = isinstance(quality, int | float) and not isinstance(quality, bool)
@@ -190,19 +217,19 @@ def read_metadata(text: str) -> tuple[dict[str, Any], float | None]:
 
 def row_encoder(text: str) -> str:
     """The earlier encoder that made a row, from its metadata; "" for the encoder of the gallery."""
-    return str(json.loads(text).get(ENCODER, "")) if ENCODER in text else ""
+    return str(parse_metadata(text).get(ENCODER, "")) if ENCODER in text else ""
 
 
 def bridged_metadata(text: str, encoder: str) -> str:
     """Metadata of a row that is mapped from another encoder's space; its quality was that encoder's, and goes."""
-    metadata = json.loads(text)
+    metadata = parse_metadata(text)
     metadata.pop(QUALITY, None)
     return _sorted_json({ENCODER: encoder} | metadata)  # a row that was mapped before keeps its encoder
 
 
 def renewed_metadata(text: str, quality: float | None) -> str:
     """Metadata of a row that was embedded again."""
-    metadata = {key: value for key, value in json.loads(text).items() if key not in (ENCODER, QUALITY)}
+    metadata = {key: value for key, value in parse_metadata(text).items() if key not in (ENCODER, QUALITY)}
     return _sorted_json(metadata | ({} if quality is None else {QUALITY: float(f"{quality:.6g}")}))
 
 
@@ -285,7 +312,7 @@ class Filter(NamedTuple):
     def passes(self, row: Row) -> bool:
         if self.labels is not None and row.label not in self.labels:
             return False
-        metadata = json.loads(row.metadata) if self.keys else {}
+        metadata = parse_metadata(row.metadata) if self.keys else {}
         values = {key: metadata[key] for key in self.keys if key in metadata}
         scalars = {key: scalar_json(value) for key, value in values.items() if not isinstance(value, list | dict)}
         return all(scalars.get(key) in allowed for key, allowed in self.keys.items())
@@ -381,10 +408,24 @@ def read_facts(where: str, copies: Sequence[tuple[object, object]]) -> Facts:
 def _parse_facts(where: str, text: object, total: object) -> Facts:
     if not isinstance(text, str) or not isinstance(total, bytes) or _facts_checksum(text) != total:
         raise ValueError(f"{where}: the description of the gallery is damaged, both copies")
-    fields = json.loads(text)
-    if not 1 <= fields["format"] <= FORMAT:
-        raise ValueError(f"{where}: has format {fields['format']}, this version of nearkin reads format {FORMAT}")
-    return Facts(**fields)
+    with ours(f"{where}: the description of the gallery"):
+        fields = json.loads(text)
+        number = index(fields["format"])
+        facts = _checked(Facts(**fields)) if 1 <= number <= FORMAT else None  # of a later one, the fields may be others
+    if facts is None:
+        raise ValueError(f"{where}: has format {number}, this version of nearkin reads format {FORMAT}")
+    return facts
+
+
+def _checked(facts: Facts) -> Facts:
+    numbers = [index(number) for number in (facts.dim, facts.next_id, facts.rows, facts.changes)]
+    texts = [facts.gallery, facts.fingerprint or "", facts.run or "", *facts.sources]
+    kinds = isinstance(facts.sources, list) and isinstance(facts.beyond, dict)
+    if not kinds or not all(isinstance(text, str) for text in texts) or min(numbers[:2]) < 1:
+        raise TypeError
+    if not 0 <= min(numbers) <= max(numbers) < 2**62:
+        raise OverflowError
+    return facts
 
 
 def facts_of_text(where: str, text: str) -> Facts:

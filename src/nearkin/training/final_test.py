@@ -198,7 +198,8 @@ def full_metrics(
     """Every metric with its 95 % interval: {"recall@1": {"value", "low", "high"}, …}."""
     ks = tuple(ks or KS[graded])
     if graded:
-        metrics: Any = graded_metrics(rows, held_out, device, ks=ks, interval=interval, seed=seed)
+        settings: dict[str, Any] = {"interval": True, "seed": seed} if interval else {}
+        metrics: Any = graded_metrics(rows, held_out, device, ks=ks, **settings)
     else:
         queries, labels, gallery, gallery_labels = query_and_gallery(rows, held_out, device)
         options: dict[str, Any] = {"ks": ks, "metrics": METRICS, "interval": interval, **groups_of(held_out, device)}

@@ -30,7 +30,7 @@ COUNTERS = {
     "nearkin_reloads_refused_total": "Reloads that were refused; the run before went on.",
     "nearkin_worker_restarts_total": "Workers that died and were started again.",
 }
-QUEUES = ("decoder", "decoder of large pictures", "encoder", "writer", "reader", "explorer")
+QUEUES = ("decoder", "decoder of long files", "decoder of large pictures", "encoder", "writer", "reader", "explorer")
 _WIDTH = len(STATUSES) + 1 + len(BUCKETS) + 1 + 1  # per route: statuses, buckets, sum of seconds
 _SCALARS = ROUTES * _WIDTH
 _ACTIVE = _SCALARS + len(COUNTERS)

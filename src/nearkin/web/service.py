@@ -33,7 +33,9 @@ __all__ = ["Service"]
 
 T = TypeVar("T")
 Item = tuple[Any, "str | None"]  # a picture or a vector, and its name
-LIGHT = 64 * 2**20  # bytes of pixels; larger requests have their own decoder, so that no other request waits for them
+# Requests beyond these have decoders of their own, so that no other request waits for them.
+SMALL = 4 * 2**20  # bytes of files
+LIGHT = 64 * 2**20  # bytes of pixels
 STATS = ["store", "rows", "labels", "dim", "encoder", "learned", "calibrated", "calibration_classes", "fars", "index"]
 STATS += ["lost"]
 FIRST_GROUPS, FACES = 60, 12  # groups of an answer to a step, and rows of each
@@ -71,12 +73,14 @@ class Service:
             enrolment.changed = self._count_enrolment
         soon = limits.answer
         self._decoder = BatchQueue("decoder", queue=2 * limits.requests, threads=2, seconds=soon)
+        self._long = BatchQueue("decoder of long files", queue=2 * limits.requests, seconds=soon)
         self._large = BatchQueue("decoder of large pictures", queue=4, seconds=soon)
         self._model = BatchQueue("encoder", self._encode, batch=limits.batch, queue=limits.queue, seconds=soon)
         self._writer = BatchQueue("writer", queue=limits.queue, seconds=soon)
         self._reader = BatchQueue("reader", queue=2 * limits.requests, threads=2, seconds=soon)
         self._explorer = BatchQueue("explorer", queue=16, seconds=10 * soon)
-        self._queues = (self._decoder, self._large, self._model, self._writer, self._reader, self._explorer)
+        decoders = self._decoder, self._long, self._large
+        self._queues = (*decoders, self._model, self._writer, self._reader, self._explorer)
         self.learner.start()
 
     def close(self, seconds: float | None = None) -> None:
@@ -289,7 +293,9 @@ class Service:
         self._model.check_room(len(items))
         if not any(isinstance(item, bytes) for item, _ in items):
             return items
-        light, seen = await self._decoder.submit(lambda _: self._open(items))
+        size = sum(len(item) for item, _ in items if isinstance(item, bytes))
+        decoder = self._decoder if size <= SMALL else self._long
+        light, seen = await decoder.submit(lambda _: self._open(items))
         return seen if light else await self._large.submit(lambda _: self._decode(seen))
 
     def _open(self, items: Sequence[Item]) -> tuple[bool, Sequence[Item]]:

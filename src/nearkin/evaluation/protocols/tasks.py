@@ -235,18 +235,16 @@ def _open_set(task: Task) -> dict[str, Any]:
 
 def _graded(task: Task) -> dict[str, Any]:
     assert task.queries.targets is not None
-    options: dict[str, Any] = {
-        "interval": task.settings.interval,
-        "seed": task.settings.seed,
-        "progress": task.progress,
-    }
+    interval, labels = task.settings.interval, task.queries.labels
+    options: dict[str, Any] = {"interval": interval, "progress": task.progress}
     if task.settings.ks is not None:
         options["ks"] = task.settings.ks
     if task.gallery is not None:
         options |= {"gallery": task.gallery.embeddings, "gallery_targets": task.gallery.targets}
-    labels = task.queries.labels
-    if labels is not None and labels.dim() == 1 and bool((labels != labels[0]).any()):
-        options["classes"] = labels
+    if interval:
+        options["seed"] = task.settings.seed
+        if labels is not None and labels.dim() == 1 and bool((labels != labels[0]).any()):
+            options["classes"] = labels
     options |= {"distance": task.similarity, "budget": task.settings.budget, "group": task.group}
     scores = graded(task.queries.embeddings, task.queries.targets, **options)
     return {"queries": len(task.queries.embeddings)} | _with_intervals(scores, task)

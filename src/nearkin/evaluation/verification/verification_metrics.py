@@ -87,6 +87,10 @@ def verification(
     then have the wider of this interval and the binomial one.
     """
     pair_bootstrap.only_with_interval(interval, samples=samples, classes=classes)
+    if labels is not None and classes is not None:
+        raise ValueError("classes are taken from labels; pass one of them, got both")
+    if labels is not None and embeddings is None:
+        raise ValueError("labels need embeddings and pairs; beside scores, pass classes (pairs, 2)")
     if embeddings is not None or pairs is not None:
         if scores is not None or embeddings is None or pairs is None:
             raise ValueError("verification needs either scores, or embeddings and pairs; got a mixture")

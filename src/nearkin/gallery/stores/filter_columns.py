@@ -6,14 +6,13 @@ the filter again when it is read from the gallery, so that costs time and no mis
 """
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.gallery.schema import Filter, Row, scalar_json
+from nearkin.gallery.schema import Filter, Row, parse_metadata, scalar_json
 from nearkin.gallery.stores.matrix import Ids, isin
 
 __all__ = ["ABSENT", "LABEL", "Column", "ColumnBuilder", "matches", "passing", "value_hash"]
@@ -33,7 +32,7 @@ def scalars(metadata: str) -> dict[str, str]:
     """The values that a filter can name, as JSON."""
     if metadata == "{}":
         return {}
-    items = json.loads(metadata).items()
+    items = parse_metadata(metadata).items()
     return {key: scalar_json(value) for key, value in items if not isinstance(value, list | dict)}
 
 

@@ -1,6 +1,5 @@
 """The rows of an SQLite gallery in memory, kept in step with the file: a search sees what other processes wrote."""
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nearkin.gallery.schema import Facts, Filter, Floats, Row, pack, scalar_json, unpack
+from nearkin.gallery.schema import Facts, Filter, Floats, Row, pack, parse_metadata, scalar_json, unpack
 from nearkin.gallery.stores import Neighbours, hnsw, sqlite_file, warn_damaged, warn_lost
 from nearkin.gallery.stores.matrix import Mask, Matrix, isin
 
@@ -53,7 +52,7 @@ class Columns:
         """Which positions have one of these values, as JSON, under the key."""
         for text in self.texts[self._keys_read :]:
             if text != "{}":
-                self._keys.update(json.loads(text))
+                self._keys.update(parse_metadata(text))
         self._keys_read = len(self.texts)
         if key not in self._keys:
             return np.zeros(len(self.texts), bool)
@@ -77,7 +76,7 @@ class Columns:
         """The value of each text from `start` on, as JSON; "" where it has none that a filter could name."""
         values = []
         for text in self.texts[start:]:
-            value = json.loads(text).get(key, self) if text != "{}" else self
+            value = parse_metadata(text).get(key, self) if text != "{}" else self
             values.append("" if value is self or isinstance(value, list | dict) else scalar_json(value))
         return values
 

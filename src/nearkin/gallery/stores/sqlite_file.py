@@ -253,6 +253,9 @@ def _connect_to(path: Path, address: str, timeout: float, dim: int | None = None
         tables = "SELECT count(*) FROM sqlite_master"
         if application_id != APPLICATION_ID and connection.execute(tables).fetchone()[0]:
             raise ValueError(f"{path}: an SQLite file, but not a gallery")
+        # A view in place of a table may never end, and a trigger changes what was acknowledged.
+        if connection.execute(f"{tables} WHERE type NOT IN ('table', 'index') OR rootpage = 0").fetchone()[0]:
+            raise ValueError(f"{path}: has a view, a trigger or a virtual table, which no gallery has; drop it first")
     except BaseException:
         connection.close()
         raise
