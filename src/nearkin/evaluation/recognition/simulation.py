@@ -135,18 +135,14 @@ def learn(
     own, code = asked_of.codes >= 0, np.maximum(asked_of.codes, 0)
     asked = []
     for fold in np.unique(folds[code[own]]):  # each label left out, by models without those of its fold
-        mine, out = own & (folds[code] == fold), folds == fold
-        less = LabelSums(np.where(out, labels.counts, 0), np.where(out[:, None], labels.sums, 0))
-        asked.append(_asked(world, fit.model(less, squares[fold]), np.flatnonzero(mine), near.others, False))
+        mine, model = own & (folds[code] == fold), fit.without(np.flatnonzero(folds == fold), squares[fold])
+        asked.append(_asked(world, model, np.flatnonzero(mine), near.others, False))
     enrolled = asked_of.ids > 0
     able = own & (labels.counts[code] > enrolled)
     items = np.where(enrolled, _item_folds(asked_of.codes, _fold_count(total), seed), -1)
     for fold in np.unique(items[able]):  # each item left out; what is in no fold has no row of its own
         left = items == fold
-        model = fit.model()
-        if fold >= 0:
-            at = world.rows[left]
-            model = fit.model(LabelSums.of(at, asked_of.codes[left], len(counts)), at.T @ at)
+        model = fit.less(world.rows[left], asked_of.codes[left]) if fold >= 0 else fit.model()
         asked.append(_asked(world, model, np.flatnonzero(left & able), near.all, True))
     if not own.all():
         asked.append(_asked(world, fit.model(), np.flatnonzero(~own), near.all, False))
