@@ -181,6 +181,17 @@ def test_queries_of_another_day_are_asked_in_place_of_rows():
     assert known[1] < known[0], "its own row is left out"
 
 
+@pytest.mark.parametrize(("strangers", "left_out"), [(29, 10), (30, 0)])
+def test_enough_strangers_that_are_shown_stand_for_all(strangers, left_out):
+    rows, codes, stream = gallery(10, 5, seed=6)
+    other, of = embeddings(strangers, 2, dim=16, seed=60)
+    queries = Queries(np.concatenate([rows[::5], other]), np.r_[np.arange(10), -1 - of], np.zeros(10 + len(of), int))
+    learned = simulation.learn(stream, np.bincount(codes), queries=queries)
+    none = learned.questions.classes[learned.questions.event == events.NONE]
+    assert (none < 10).sum() == left_out and (none >= 10).sum() == 2 * strangers
+    assert fit(stream, np.bincount(codes), queries=queries).far.classes == strangers + left_out
+
+
 # ---- the events
 
 

@@ -40,6 +40,7 @@ __all__ = [
 NEAREST = 50  # rows whose labels and cosines count
 FOLDS, ROWS = (5, 20), 8000  # fewest and most; in small galleries more: a model must know almost all labels
 ITEMS = 4000  # drawn at most
+STRANGERS = 30  # given ones, from which on no label is left out to be one: an encoder may have learned the labels
 SCATTERED = 2**18  # rows from which on some are enough for the principal directions
 PRODUCTS = 10**9  # cosines at most: fewer items of a large gallery
 CELLS = 2**22  # scores at a time
@@ -107,7 +108,8 @@ def learn(
     rows: Rows, counts: Codes, *, only_near: bool = False, queries: Queries | None = None, seed: int = 0
 ) -> Learned:
     """rows: called twice. counts (C,): rows of each label. only_near: the labels of the nearest rows alone compete, as
-    in a gallery that is too large for all of them. queries: asked in place of rows of the gallery."""
+    in a gallery that is too large for all of them. queries: asked in place of rows of the gallery; where they have
+    enough strangers, these alone are."""
     total, drawn = int(counts.sum()), _Drawn(counts, queries, seed)
     scatter: Scatter | None = None
     every = max(1, total // SCATTERED)
@@ -134,7 +136,8 @@ def learn(
     world = _World(labels, directions.rows(asked_of.vectors), directions.rows(asked_of.rows), asked_of, only_near)
     own, code = asked_of.codes >= 0, np.maximum(asked_of.codes, 0)
     asked = []
-    for fold in np.unique(folds[code[own]]):  # each label left out, by models without those of its fold
+    left_out = own & (len(np.unique(asked_of.codes[~own])) < STRANGERS)
+    for fold in np.unique(folds[code[left_out]]):  # each label left out, by models without those of its fold
         mine, model = own & (folds[code] == fold), fit.without(np.flatnonzero(folds == fold), squares[fold])
         asked.append(_asked(world, model, np.flatnonzero(mine), near.others, False))
     enrolled = asked_of.ids > 0
