@@ -281,6 +281,14 @@ def test_tiny_galleries_answer_with_finite_numbers_or_a_sentence(labels, each):
     assert (found.best == codes).mean() > 0.9
 
 
+def test_a_gallery_of_single_rows_takes_the_weights_of_such_galleries(monkeypatch):
+    _, codes, stream = gallery(30, 1, seed=9)
+    assert (fit(stream, np.bincount(codes)).weights == events.SINGLE).all()
+    monkeypatch.setattr(events, "RIDGE", 1e9)
+    _, codes, stream = gallery(30, 2, seed=9)
+    np.testing.assert_allclose(fit(stream, np.bincount(codes)).weights, events.DEFAULT, atol=1e-4)
+
+
 def test_equal_rows_and_a_constant_gallery_do_not_fail():
     rows = np.tile(np.array([[0.6, 0.8, 0.0]], np.float32), (12, 1))
     codes = np.arange(12) // 3
