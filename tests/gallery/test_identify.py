@@ -228,11 +228,17 @@ def test_filtered_rows_alone_compete_and_count(tmp_path, world):
             half.enrol(world[0][::2], world[1][::2])
             half.calibrate()
             half.take_learned()
-            half._stored = half._stored[0], learned._replace(key=half._learned.key)
+            half._stored = half._stored[0], learned._replace(state=half._learned.state)
             for query in world[2][::9]:
                 one, two = gallery.identify(query, filter={"side": 0}), half.identify(query)
                 assert one.candidates[0].label == two.candidates[0].label
                 assert one.similarity == pytest.approx(two.similarity, abs=1e-6)
+                some = sorted({hit.label for hit in gallery.search(query, 20)})[:4]
+                one, two = (
+                    gallery.identify(query, filter={"side": 0, "label": some}),
+                    half.identify(query, filter={"label": some}),
+                )
+                assert one.p_right == pytest.approx(two.p_right, abs=1e-6), "by the rows that pass alone"
         only = gallery.identify(world[2][0], filter={"label": ["c3", "c4"]})
         assert {one.label for one in only.candidates} == {"c3", "c4"}
         assert gallery.identify(world[2][0], filter={"side": 5}).candidates == []
@@ -297,6 +303,7 @@ def named(table):
 
 def test_rows_of_an_earlier_encoder_answer_on_their_scale(tmp_path, world):
     with filled(tmp_path / "g", world) as gallery:
+        gallery.calibrate()  # of another encoder, when the rows are asked
         draw = np.random.default_rng(0)
         with gallery._store.transaction() as (writer, facts):
             for row in list(gallery._store.scan()):
