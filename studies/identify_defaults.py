@@ -7,7 +7,7 @@ Rugs, of which two share their colours, and glyphs, embedded by the frozen effic
 rugs also for photographs of another day, which are darker, blurred and cropped more. The regression of what came true
 on the features, relative to those of the strangers that each gallery simulates, is `DEFAULT` in
 src/nearkin/evaluation/recognition/events.py: a gallery's own weights are pulled towards it. Strangers count as much as
-known items.
+known items. `SINGLE` there is of the galleries with one row each, `DEFAULT` of the others.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from nearkin.evaluation.recognition.recogniser import relative
 from nearkin.evaluation.recognition.simulation import best_labels
 
 CLASSES, EACH, ASKED = 240, 14, 5
-EXAMPLES = (2, 4, 8)
+EXAMPLES = {"DEFAULT": (2, 4, 8), "SINGLE": (1,)}
 FIRST_DAY = 9  # photographs of a rug; the others are of another day
 Floats = NDArray[Any]
 
@@ -49,20 +49,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="few classes and galleries")
     quick = parser.parse_args(arguments).quick
-    sizes = (10,) if quick else (10, 30, 100)
+    worlds = rugs(24 if quick else CLASSES), drawings(24 if quick else CLASSES)
+    for name, examples in EXAMPLES.items():
+        learn(name, examples, worlds, (10,) if quick else (10, 30, 100))
+
+
+def learn(name: str, examples: tuple[int, ...], worlds: tuple[World, ...], sizes: tuple[int, ...]) -> None:
     asked = [
         questions(world, labels, each, another_day, seed + 100 * labels + each)
-        for world in (rugs(24 if quick else CLASSES), drawings(24 if quick else CLASSES))
+        for world in worlds
         for another_day in sorted({False, bool(world.another_day.any())})
         for labels in sizes
-        for each in EXAMPLES
+        for each in examples
         for seed in range(4 if labels < 100 else 2)
     ]
     features, event, weight = (np.concatenate(column) for column in zip(*asked, strict=True))
     weights = events.fit_events(features, event, weight / weight.sum() * len(weight))
     weights -= weights.mean(1, keepdims=True)  # only differences count
-    print(f"{len(asked)} galleries, {len(event):,} questions; rows: a constant, {', '.join(events.FEATURES)}")
-    print(np.array2string(weights.round(2) + 0.0, separator=", "))
+    print(f"{name}: {len(asked)} galleries, {len(event):,} questions; rows: a constant, {', '.join(events.FEATURES)}")
+    print(np.array2string(weights.round(2) + 0.0, separator=", "), flush=True)
 
 
 def questions(world: World, labels: int, each: int, another_day: bool, seed: int) -> Asked:

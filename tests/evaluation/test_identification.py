@@ -9,7 +9,8 @@ import torch
 import reference
 from calibrations import embeddings
 from nearkin import evaluation
-from nearkin.evaluation.open_set import draws, event_rates, identification, search_rates
+from nearkin.data.vectors import Vectors
+from nearkin.evaluation.open_set import draws, event_rates, identification, learned_gallery, search_rates
 from nearkin.evaluation.open_set.search_rates import Trials
 from nearkin.evaluation.protocols import runner
 from nearkin.evaluation.recognition import NEAREST, NONE, RIGHT, Far, Hits, LabelSums, Part, events, fit
@@ -137,7 +138,7 @@ def test_budget_changes_nothing_and_progress_counts_searches(monkeypatch):
     calls = []
     options = {"examples": (1, 2), "repeats": 2, "fars": (0.3,)}
     one = evaluation.identification(rows, labels, **options, progress=lambda *two: calls.append(two))
-    monkeypatch.setattr(identification, "ROWS", 5)
+    monkeypatch.setattr(learned_gallery, "ROWS", 5)
     two = evaluation.identification(rows, labels, **options, budget=1)
     for a, b in zip(one["examples"], two["examples"], strict=True):
         assert a["gain"] == b["gain"] and a["oscr"] == pytest.approx(b["oscr"], abs=1e-9)
@@ -148,10 +149,23 @@ def test_beyond_so_many_rows_the_labels_of_the_nearest_compete(monkeypatch):
     rows, labels = world(classes=60, each=4, spread=1.2)
     options = {"examples": (3,), "repeats": 2}
     (all_,) = evaluation.identification(rows, labels, **options)["examples"]
-    monkeypatch.setattr(identification, "COMPETE", 50)
-    monkeypatch.setattr(identification, "NEAREST", 2)
+    monkeypatch.setattr(learned_gallery, "COMPETE", 50)
+    monkeypatch.setattr(learned_gallery, "NEAREST", 2)
     (near,) = evaluation.identification(rows, labels, **options)["examples"]
     assert near["identification"] != all_["identification"]
+
+
+def test_arrays_and_names_of_classes_do_what_tensors_do():
+    rows, labels = world(classes=10, each=5)
+    options = {"examples": (2,), "fars": (0.3,), "repeats": 2}
+    expected = evaluation.identification(rows, labels, **options)
+    names = [f"class {label:02}" for label in labels.tolist()]
+    for same in ((rows.numpy(), labels.numpy()), (rows.double(), labels), (rows, names)):
+        found = evaluation.identification(*same, **options)
+        assert json.dumps(found) == json.dumps(expected) and found["examples"]
+    unknown = torch.cat([labels, torch.full((6,), -1)])
+    more = evaluation.identification(torch.cat([rows, -rows[:6]]), unknown, **options)
+    assert json.dumps(more) == json.dumps(expected), "items of unknown classes take no part"
 
 
 def test_no_search_meets_an_enrolled_item_of_its_group():
@@ -192,11 +206,12 @@ def test_a_rate_is_kept_exceeded_or_below():
     assert rates[3]["note"] == "20 labels can show 5 % at the least; 1 % was asked"
     kept = identification._rates_sentence([{"far": rates[:1]}])
     assert (
-        kept.startswith("identify keeps the rate asked of it; nearest")
+        kept.startswith("identify names no more strangers than expected, at the rate asked; nearest")
         and " of strangers named where 10.0 % are" in kept
     )
     worst = identification._rates_sentence([{"far": rates}])
-    assert worst.startswith("identify exceeds 1 of 4 rates; worst: 48.0 % of") and "where 10.0 % are expected" in worst
+    assert worst.startswith("identify names more strangers than expected at 1 of 4 rates; worst: 48.0 % of")
+    assert "where 10.0 % are expected" in worst
     none = identification._far(answers, 0, 0.1, False)
     assert none["verdict"] is None and np.isnan(none["interval"][0])
 
@@ -234,8 +249,6 @@ def test_bad_input_is_one_sentence(options, sentence):
 
 def test_it_is_part_of_the_protocol_without_nan():
     rows, labels = world(classes=12, each=4)
-    from nearkin.data.vectors import Vectors
-
     items = Vectors("a", rows, labels.numpy())
     settings = runner.Settings(("open_set",), examples=(1, 3), fars=(0.5,), repeats=2)
     scores = runner.evaluate(items, None, settings)["results"]["open_set"]

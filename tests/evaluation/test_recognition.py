@@ -1,12 +1,13 @@
 """Who is this, or nobody we know: the model of labels, the questions, the events and their rates, against slow ones."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from calibrations import embeddings
-from nearkin.evaluation.recognition import NOTHING, Hits, LabelSums, Part, Queries, events, fit, simulation
+from nearkin.evaluation.recognition import NOTHING, Hits, LabelSums, Part, Queries, events, fit, label_model, simulation
 from nearkin.evaluation.recognition.label_model import LabelFit, Scatter
 
 
@@ -65,19 +66,34 @@ def simulation_scores(between, labels):
     return LabelScores(between, labels.counts, labels.sums)
 
 
-def test_a_model_less_some_rows_is_the_model_of_the_others():
+def test_a_model_less_some_rows_or_labels_is_the_model_of_the_others(monkeypatch):
+    monkeypatch.setattr(label_model, "LABELS", 4)
     rows, codes = embeddings(9, 6, dim=7, seed=1)
-    draw = np.random.default_rng(1)
-    keep = draw.random(len(codes)) < 0.7
-    keep[codes == 4] = False  # a whole label among them
-    all_labels = LabelSums.of(rows, codes, 9)
-    wide, less = rows.astype(np.float64), LabelSums.of(rows[~keep], codes[~keep], 9)
-    model = LabelFit(all_labels, wide.T @ wide).model(less, wide[~keep].T @ wide[~keep])
-    other = LabelFit(LabelSums.of(rows[keep], codes[keep], 9), wide[keep].T @ wide[keep]).model()
-    np.testing.assert_allclose(model.mean, other.mean, atol=1e-9)
-    np.testing.assert_allclose(model.between, other.between, rtol=1e-6)
-    one, two = (m.scores(all_labels)(m.rows(wide[:5])) for m in (model, other))
-    np.testing.assert_allclose(one, two, atol=1e-3)
+    some = np.random.default_rng(1).random(len(codes)) < 0.7
+    some[codes == 4] = False  # a whole label among them
+    labels = np.isin(codes, [1, 5, 6])
+    all_labels, wide = LabelSums.of(rows, codes, 9), rows.astype(np.float64)
+    whole = LabelFit(all_labels, wide.T @ wide)
+    out = wide[labels]
+    for model, keep in (
+        (whole.less(wide[~some], codes[~some]), some),
+        (whole.without(np.array([1, 5, 6]), out.T @ out), ~labels),
+    ):
+        other = LabelFit(LabelSums.of(rows[keep], codes[keep], 9), wide[keep].T @ wide[keep]).model()
+        np.testing.assert_allclose(model.mean, other.mean, atol=1e-9)
+        np.testing.assert_allclose(model.between, other.between, rtol=1e-6)
+        one, two = (m.scores(all_labels)(m.rows(wide[:5])) for m in (model, other))
+        np.testing.assert_allclose(one, two, atol=1e-3)
+
+
+def test_a_fit_copies_no_sums_of_many_labels():
+    sums = LabelSums(np.full(40_000, 2), np.random.default_rng(0).normal(size=(40_000, 32)))
+    tracemalloc.start()
+    whole = LabelFit(sums, np.eye(32) * 1e5)
+    whole.model(), whole.without(np.arange(0, 40_000, 20), np.eye(32))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < sums.sums.nbytes
 
 
 def test_directions_are_those_of_a_decomposition_and_take_parts():
@@ -163,6 +179,17 @@ def test_queries_of_another_day_are_asked_in_place_of_rows():
     left = simulation.learn(stream, np.bincount(codes), queries=with_rows).questions
     known = [q.features[q.event != events.NONE][:, 2].mean() for q in (asked, left)]
     assert known[1] < known[0], "its own row is left out"
+
+
+@pytest.mark.parametrize(("strangers", "left_out"), [(29, 10), (30, 0)])
+def test_enough_strangers_that_are_shown_stand_for_all(strangers, left_out):
+    rows, codes, stream = gallery(10, 5, seed=6)
+    other, of = embeddings(strangers, 2, dim=16, seed=60)
+    queries = Queries(np.concatenate([rows[::5], other]), np.r_[np.arange(10), -1 - of], np.zeros(10 + len(of), int))
+    learned = simulation.learn(stream, np.bincount(codes), queries=queries)
+    none = learned.questions.classes[learned.questions.event == events.NONE]
+    assert (none < 10).sum() == left_out and (none >= 10).sum() == 2 * strangers
+    assert fit(stream, np.bincount(codes), queries=queries).far.classes == strangers + left_out
 
 
 # ---- the events
@@ -252,6 +279,14 @@ def test_tiny_galleries_answer_with_finite_numbers_or_a_sentence(labels, each):
     found = answered(fit(stream, np.bincount(codes)), rows, rows, codes)
     assert np.isfinite(found.shares).all() and np.allclose(found.shares.sum(1), 1)
     assert (found.best == codes).mean() > 0.9
+
+
+def test_a_gallery_of_single_rows_takes_the_weights_of_such_galleries(monkeypatch):
+    _, codes, stream = gallery(30, 1, seed=9)
+    assert (fit(stream, np.bincount(codes)).weights == events.SINGLE).all()
+    monkeypatch.setattr(events, "RIDGE", 1e9)
+    _, codes, stream = gallery(30, 2, seed=9)
+    np.testing.assert_allclose(fit(stream, np.bincount(codes)).weights, events.DEFAULT, atol=1e-4)
 
 
 def test_equal_rows_and_a_constant_gallery_do_not_fail():

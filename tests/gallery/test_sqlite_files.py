@@ -60,3 +60,15 @@ def test_a_gallery_keeps_the_pages_it_has(tmp_path, monkeypatch):
         gallery.vacuum()
         assert gallery.check().whole and gallery.labels() == {"one": 20, "two": 20}
     assert page_bytes(path) == 4096
+
+
+def test_an_enrolment_after_reading_copies_none_of_the_rows(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(1501, 4)).astype(np.float32)
+    with Gallery.open(tmp_path / "g", dim=4) as gallery:
+        gallery.enrol(rows[:1500], "a")
+    with Gallery.open(tmp_path / "g") as gallery:
+        gallery.search(rows[0])
+        before = gallery._store.index._loaded.matrix.rows
+        gallery.enrol(rows[1500], "b")
+        assert gallery.search(rows[1500], 1)[0].label == "b"
+        assert gallery._store.index._loaded.matrix.rows is before

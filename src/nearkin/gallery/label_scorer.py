@@ -59,9 +59,8 @@ class LabelScorer:
             near = Hits(np.array([[hit.similarity for hit in known]]), codes)
             found = recogniser.answer(query, near, scored.scores, asked.unknown_prior)
         best = scored.labels[int(found.best[0])]
-        if all(hit.label != best for hit in hits):  # its nearest row is not among the nearest of all
-            only = Filter((best,), {} if filter is None else filter.keys)
-            hits = [*hits, *(hit_of(row, cosine) for row, cosine in rows.nearest(vector, 1, only))]
+        if all(hit.label != best for hit in hits):  # without a filter: its nearest row is not among those of all
+            hits = [*hits, *(hit_of(row, cosine) for row, cosine in rows.nearest(vector, 1, Filter((best,), {})))]
         return answers.compose(found, numbers, hits, best, recogniser.far, asked, itself)
 
     def prepare(self, recognition: Recognition) -> None:

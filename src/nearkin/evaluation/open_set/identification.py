@@ -4,42 +4,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from nearkin.core import distances
 from nearkin.evaluation.arrays import Array, Floats, Ids, Progress, takes_arrays
 from nearkin.evaluation.open_set import draws, event_rates, search_rates
-from nearkin.evaluation.open_set.draws import Draw
-from nearkin.evaluation.open_set.open_set_metrics import (
-    EXAMPLES,
-    FPIRS,
-    Classes,
-    check_lists,
-    classes_of,
-    in_part,
-)
+from nearkin.evaluation.open_set.learned_gallery import LearnedGallery
+from nearkin.evaluation.open_set.open_set_metrics import EXAMPLES, FPIRS, Classes, check_lists, classes_of, in_part
 from nearkin.evaluation.open_set.search_rates import Trials
-from nearkin.evaluation.recognition import (
-    FEWEST,
-    NEAREST,
-    PRIOR,
-    SURE,
-    Far,
-    Hits,
-    LabelSums,
-    Part,
-    Recogniser,
-    fit,
-)
+from nearkin.evaluation.recognition import FEWEST, PRIOR, SURE, Far
 from nearkin.evaluation.retrieval.knn import BUDGET
 
 __all__ = ["FARS", "identification"]
 
 FARS = (0.1, 0.01)
 REPEATS, SEARCHES = 5, 200_000  # fewer halves for large sets
-COMPETE = 100_000  # enrolled rows up to which all labels compete, as in a gallery; beyond, those of the nearest rows
-ROWS = 4096  # enrolled, at a time
 
 
 class _Answers(NamedTuple):
@@ -48,7 +27,7 @@ class _Answers(NamedTuple):
 
     trials: Trials
     shares: Floats
-    above: Any
+    above: NDArray[np.bool_]
     far: list[Far]
 
 
@@ -128,7 +107,7 @@ def _answers(
         draw = draws.draw(known.classes, known.bursts, examples, repeat, seed)
         classes = known.classes[draw.probes]
         draw = draw._replace(enrolled=known.rows[draw.enrolled], probes=known.rows[draw.probes])
-        gallery = _Gallery(embeddings, draw)
+        gallery = LearnedGallery(embeddings, draw)
         best, shares, score = gallery.answers(embeddings, draw.probes, budget)
         curve = gallery.recogniser.far
         thresholds = np.array([curve.score[_place(curve, rate)] for rate in fars], np.float64)
@@ -145,49 +124,6 @@ def _place(curve: Far, rate: float) -> int:
     """The threshold of a rate; the strictest where so few labels cannot show it."""
     at = curve.at(rate)
     return len(curve.score) - 1 if at is None else at
-
-
-class _Gallery:
-    """The enrolled rows of a draw, and what has been learned from them."""
-
-    def __init__(self, embeddings: Tensor, draw: Draw) -> None:
-        labels, examples = draw.enrolled.shape
-        self._codes = np.repeat(np.arange(labels), examples)
-        self._rows = _unit(embeddings, draw.enrolled.ravel())
-        self._only_near = len(self._rows) > COMPETE
-        counts = np.full(labels, examples, np.int64)
-        self.recogniser: Recogniser = fit(self._parts, counts, only_near=self._only_near)
-        sums = LabelSums.none(labels, self.recogniser.basis.shape[1])
-        for part in self._parts():
-            sums.add(self.recogniser.rows(part.vectors), part.codes)
-        self._scores = self.recogniser.scores(sums.counts, sums.sums)
-
-    def _parts(self) -> Any:
-        ids = np.arange(1, len(self._rows) + 1)
-        for start in range(0, len(self._rows), ROWS):
-            some = slice(start, start + ROWS)
-            yield Part(self._rows[some], self._codes[some], ids[some])
-
-    def answers(self, embeddings: Tensor, probes: Any, budget: int) -> tuple[Any, Floats, Floats]:
-        """(n,) the best label, (n, 3) shares of the events at even prior, (n,) scores; some searches at a time."""
-        enrolled, parts = torch.from_numpy(self._rows), []
-        cells = 2 * len(self._rows) + 6 * len(self._scores.counts) + 4 * embeddings.shape[1]  # of 8 bytes, per search
-        step = max(1, budget // (8 * cells))
-        for some in (probes[start : start + step] for start in range(0, len(probes), step)):
-            rows = _unit(embeddings, some)
-            near = (torch.from_numpy(rows) @ enrolled.T).topk(min(NEAREST, len(enrolled)), dim=1)
-            hits = Hits(near.values.double().numpy(), self._codes[near.indices.numpy()])
-            coordinates = self.recogniser.rows(rows).astype(np.float64)
-            found = self.recogniser.answer(coordinates, hits, self._scores, only_near=self._only_near)
-            parts.append((found.best, found.shares, found.score))
-        best, shares, score = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return best, shares, score
-
-
-def _unit(embeddings: Tensor, rows: Any) -> Any:
-    """Rows of length 1, as a gallery stores them."""
-    some = embeddings[torch.from_numpy(rows).to(embeddings.device)]
-    return distances.unit(some.double()).float().cpu().numpy()
 
 
 def _entry(
@@ -254,7 +190,7 @@ def _sentence(entry: dict[str, Any]) -> str:
     named, unsure_too = (_percent(entry["strangers"][verdict]) for verdict in ("named", "unsure"))
     return (
         f"Of {entry['labels']:,} labels identify names {right} of the known rightly, {wrong} wrongly, and {named} of "
-        f"strangers; it is unsure of {unsure} and {unsure_too}."
+        f"strangers; it is unsure of {unsure} of the known and {unsure_too} of strangers."
     )
 
 
@@ -267,9 +203,9 @@ def _rates_sentence(entries: Sequence[dict[str, Any]]) -> str:
     figures = f"{_percent(worst['observed'])} of strangers named where {_percent(worst['expected'])} are expected"
     exceeded = sum(rate["verdict"] == "exceeded" for rate in rates)
     if exceeded:
-        return f"identify exceeds {exceeded} of {len(rates)} rates; worst: {figures}."
+        return f"identify names more strangers than expected at {exceeded} of {len(rates)} rates; worst: {figures}."
     some = "the rate" if len(rates) == 1 else f"all {len(rates)} rates"
-    return f"identify keeps {some} asked of it; nearest to the limit: {figures}."
+    return f"identify names no more strangers than expected, at {some} asked; nearest to it: {figures}."
 
 
 def _percent(share: float) -> str:

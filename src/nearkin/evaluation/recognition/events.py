@@ -12,8 +12,8 @@ from nearkin.evaluation.arrays import Counts, Floats
 from nearkin.evaluation.verification.class_rates import gamma_quantile
 
 __all__ = [
-    "DEFAULT", "EVENTS", "FEATURES", "NONE", "OTHER", "PRIOR", "RIGHT", "SURE", "Far", "far_curve", "features",
-    "fit_events",
+    "DEFAULT", "EVENTS", "FEATURES", "NONE", "OTHER", "PRIOR", "RIGHT", "SINGLE", "SURE", "Far", "far_curve",
+    "features", "fit_events",
 ]  # fmt: skip
 
 EVENTS = RIGHT, OTHER, NONE = range(3)
@@ -26,9 +26,13 @@ FARTHEST = 8.0  # standard deviations of strangers beyond which a feature says n
 CONFIDENCE = 0.95
 _STEPS = 50
 
-# Rows: a constant, then `FEATURES`; columns: `EVENTS`. Made by studies/identify_defaults.py from generated sets.
+# Rows: a constant, then `FEATURES`; columns: `EVENTS`. Made by studies/identify_defaults.py from generated sets. SINGLE:
+# of a gallery of one row per label, which cannot ask itself about known items.
 DEFAULT = np.array(
     [[-0.29, -0.74, 1.03], [0.52, -0.14, -0.38], [0.42, -0.36, -0.06], [-0.13, 0.08, 0.05], [-0.02, -0.05, 0.06]]
+)
+SINGLE = np.array(
+    [[-0.52, -0.15, 0.67], [0.41, -0.2, -0.21], [0.11, -0.09, -0.02], [-0.03, 0.06, -0.03], [-0.01, -0.01, 0.01]]
 )
 
 

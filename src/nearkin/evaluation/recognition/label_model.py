@@ -22,6 +22,7 @@ __all__ = ["DIRECTIONS", "Directions", "LabelFit", "LabelModel", "LabelScores", 
 
 DIRECTIONS = 512  # principal ones at most
 SHRINK = 0.5  # of the within-class covariance towards a multiple of the identity
+LABELS = 8192  # at a time
 NOTHING = -1e6  # the score of a label without rows
 Rows = NDArray[np.floating[Any]]
 Vectors = NDArray[np.float32]
@@ -104,15 +105,18 @@ class _Terms(NamedTuple):
 
     @classmethod
     def of(cls, counts: Counts, sums: Floats) -> "_Terms":
-        live = counts > 0
-        n, s = counts[live].astype(np.float64), sums[live]
-        means = s / n[:, None]
-        return cls(n.sum(), len(n), (1 / n).sum(), means.sum(0), means.T @ means, s.T @ means)
+        """Some labels at a time: many together are larger than everything else that is kept of them."""
+        size = sums.shape[1]
+        terms = cls(0.0, 0.0, 0.0, np.zeros(size), np.zeros((size, size)), np.zeros((size, size)))
+        for start in range(0, len(counts), LABELS):
+            live = np.flatnonzero(counts[start : start + LABELS]) + start
+            n, s = counts[live].astype(np.float64), sums[live]
+            means = s / n[:, None]
+            terms = terms.plus(cls(n.sum(), len(n), (1 / n).sum(), means.sum(0), means.T @ means, s.T @ means))
+        return terms
 
-    def replaced(self, before: "_Terms", after: "_Terms") -> "_Terms":
-        sums: list[Any] = [
-            all_ - old + new for all_, old, new in zip(map(np.asarray, self), before, after, strict=True)
-        ]
+    def plus(self, more: "_Terms", sign: int = 1) -> "_Terms":
+        sums: list[Any] = [one + sign * np.asarray(other) for one, other in zip(self, more, strict=True)]
         return _Terms(*sums)
 
 
@@ -123,14 +127,22 @@ class LabelFit:
         self.all, self.squares = sums, squares
         self._terms = _Terms.of(*sums)
 
-    def model(self, less: LabelSums | None = None, less_squares: Floats | None = None) -> "LabelModel":
-        """less: rows that the model must not know."""
-        terms, squares = self._terms, self.squares
-        if less is not None and less_squares is not None:
-            changed = less.counts > 0
-            before = self.all.counts[changed], self.all.sums[changed]
-            after = before[0] - less.counts[changed], before[1] - less.sums[changed]
-            terms, squares = terms.replaced(_Terms.of(*before), _Terms.of(*after)), squares - less_squares
+    def without(self, labels: Counts, squares: Floats) -> "LabelModel":
+        """A model that knows nothing of some labels. squares: of their rows."""
+        return self._model(self._terms.plus(_Terms.of(*self.all.take(labels)), -1), self.squares - squares)
+
+    def less(self, rows: Rows, codes: Counts) -> "LabelModel":
+        """A model that knows nothing of some rows, by the numbers of their labels."""
+        labels, places = np.unique(codes, return_inverse=True)
+        before, sums = self.all.take(labels), LabelSums.of(rows, places, len(labels))
+        after = _Terms.of(before.counts - sums.counts, before.sums - sums.sums)
+        return self._model(self._terms.plus(_Terms.of(*before), -1).plus(after), self.squares - rows.T @ rows)
+
+    def model(self) -> "LabelModel":
+        return self._model(self._terms, self.squares)
+
+    @staticmethod
+    def _model(terms: _Terms, squares: Floats) -> "LabelModel":
         free = terms.rows - terms.labels
         mean = terms.means / terms.labels
         spread = terms.squares / terms.labels - np.outer(mean, mean)

@@ -102,7 +102,7 @@ def _fitted(x: Floats, asked: Questions, which: Counts) -> Floats:
     event, classes = asked.event[which], asked.classes[which]
     known = event != NONE
     if not known.any() or known.all():
-        return events.DEFAULT
+        return events.DEFAULT if known.any() else events.SINGLE
     weight = np.empty(len(event))
     for some in (known, ~known):
         size = np.bincount(classes[some])[classes[some]]

@@ -40,6 +40,7 @@ __all__ = [
 NEAREST = 50  # rows whose labels and cosines count
 FOLDS, ROWS = (5, 20), 8000  # fewest and most; in small galleries more: a model must know almost all labels
 ITEMS = 4000  # drawn at most
+STRANGERS = 30  # given ones, from which on no label is left out to be one: an encoder may have learned the labels
 SCATTERED = 2**18  # rows from which on some are enough for the principal directions
 PRODUCTS = 10**9  # cosines at most: fewer items of a large gallery
 CELLS = 2**22  # scores at a time
@@ -107,7 +108,8 @@ def learn(
     rows: Rows, counts: Codes, *, only_near: bool = False, queries: Queries | None = None, seed: int = 0
 ) -> Learned:
     """rows: called twice. counts (C,): rows of each label. only_near: the labels of the nearest rows alone compete, as
-    in a gallery that is too large for all of them. queries: asked in place of rows of the gallery."""
+    in a gallery that is too large for all of them. queries: asked in place of rows of the gallery; where they have
+    enough strangers, these alone are."""
     total, drawn = int(counts.sum()), _Drawn(counts, queries, seed)
     scatter: Scatter | None = None
     every = max(1, total // SCATTERED)
@@ -134,19 +136,16 @@ def learn(
     world = _World(labels, directions.rows(asked_of.vectors), directions.rows(asked_of.rows), asked_of, only_near)
     own, code = asked_of.codes >= 0, np.maximum(asked_of.codes, 0)
     asked = []
-    for fold in np.unique(folds[code[own]]):  # each label left out, by models without those of its fold
-        mine, out = own & (folds[code] == fold), folds == fold
-        less = LabelSums(np.where(out, labels.counts, 0), np.where(out[:, None], labels.sums, 0))
-        asked.append(_asked(world, fit.model(less, squares[fold]), np.flatnonzero(mine), near.others, False))
+    left_out = own & (len(np.unique(asked_of.codes[~own])) < STRANGERS)
+    for fold in np.unique(folds[code[left_out]]):  # each label left out, by models without those of its fold
+        mine, model = own & (folds[code] == fold), fit.without(np.flatnonzero(folds == fold), squares[fold])
+        asked.append(_asked(world, model, np.flatnonzero(mine), near.others, False))
     enrolled = asked_of.ids > 0
     able = own & (labels.counts[code] > enrolled)
     items = np.where(enrolled, _item_folds(asked_of.codes, _fold_count(total), seed), -1)
     for fold in np.unique(items[able]):  # each item left out; what is in no fold has no row of its own
         left = items == fold
-        model = fit.model()
-        if fold >= 0:
-            at = world.rows[left]
-            model = fit.model(LabelSums.of(at, asked_of.codes[left], len(counts)), at.T @ at)
+        model = fit.less(world.rows[left], asked_of.codes[left]) if fold >= 0 else fit.model()
         asked.append(_asked(world, model, np.flatnonzero(left & able), near.all, True))
     if not own.all():
         asked.append(_asked(world, fit.model(), np.flatnonzero(~own), near.all, False))

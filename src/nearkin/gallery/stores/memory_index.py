@@ -174,7 +174,9 @@ class MemoryIndex:
         """Reads all rows; if it is interrupted, nothing stays in memory."""
         self._loaded = None
         size = reader.execute("PRAGMA page_count").fetchone()[0] * reader.execute("PRAGMA page_size").fetchone()[0]
-        loaded = LoadedRows(Matrix(facts.dim, min(facts.rows, size // (4 * facts.dim))), Columns(), facts.changes)
+        rows = min(facts.rows, size // (4 * facts.dim))
+        room = rows + rows // 4 + 1  # the first rows that are enrolled after this find it
+        loaded = LoadedRows(Matrix(facts.dim, room), Columns(), facts.changes)
         damaged: dict[int, str] = {}
         for rows, damaged_part in sqlite_file.read_batches(reader, 0):
             loaded.append(rows)
