@@ -121,7 +121,8 @@ _TRIED: tuple[Row, ...] = (
         peer="lifted",
         group=0,
     ),
-    _row("N-pair", "npair", _loss(penalty=0.002), _loss(penalty=0.02), peer="npair", group=0),
+    _row("generalised lifted", "generalized-lifted", dict(_FREE), {**_loss(margin=0.3), **_FREE}),
+    _row("N-pair", "npair", _loss(length_weight=0.002), _loss(length_weight=0.02), peer="npair", group=0),
     _row(
         "multi-similarity",
         "multi-similarity",
@@ -204,7 +205,7 @@ _TRIED: tuple[Row, ...] = (
     _row("siamese", "siamese", dict(_FAST)),
     _row("lossless triplet", "lossless-triplet", {}),
     _row("quadruplet", "quadruplet", _loss(reduction="active"), _loss(selection="batch_hard", reduction="active")),
-    _row("VICReg", "vicreg", dict(_FREE), {**_loss(covariance=4.0), **_FREE}),
+    _row("VICReg", "vicreg", dict(_FREE), {**_loss(covariance_weight=4.0), **_FREE}),
 )
 _ATTRIBUTES = _row("log-ratio on attributes", "logratio", {"sampler.name": "label-neighbours", "loss.normalize": True})
 

@@ -175,7 +175,9 @@ LOSSES = [
     _pair("ContrastiveLoss-hard", lambda: C.ContrastiveLoss(3.0, selection="hard_negatives"), R.contrastive),
     _pair("ContrastiveLoss-batch-hard", lambda: C.ContrastiveLoss(3.0, selection="batch_hard"), R.contrastive),
     _pair("MarginLoss", lambda: C.MarginLoss(selection="all"), R.margin),
-    _pair("MarginLoss-classes", lambda: C.MarginLoss(num_classes=CLASSES, nu=0.1, selection="semihard"), R.margin),
+    _pair(
+        "MarginLoss-classes", lambda: C.MarginLoss(num_classes=CLASSES, beta_weight=0.1, selection="semihard"), R.margin
+    ),
     _pair("MultiSimilarityLoss", lambda: C.MultiSimilarityLoss(), R.multi_similarity),
     _pair("MultiSimilarityLoss-all", lambda: C.MultiSimilarityLoss(selection="all"), R.multi_similarity),
     _pair("CircleLoss", lambda: C.CircleLoss(), R.circle, smooth=False),

@@ -231,7 +231,7 @@ def contrastive(
 
 
 def margin(
-    x, positive, negative, references=None, *, beta=1.2, classes=None, margin=0.2, nu=0.0,
+    x, positive, negative, references=None, *, beta=1.2, classes=None, margin=0.2, beta_weight=0.0,
     selection="all", normalize=True, reduction="active",
 ):  # fmt: skip
     """beta: a number, a 0-d tensor, or (C,) with the class of each anchor in `classes`."""
@@ -243,7 +243,7 @@ def margin(
         boundary = beta[classes[a]] if beta.dim() else beta
         terms = [(margin + d[a][p] - boundary).relu() for p in positives]
         terms += [(margin - d[a][n] + boundary).relu() for n in negatives]
-        sums.append(sum(terms, x.sum() * 0) + nu * boundary * len(positives))
+        sums.append(sum(terms, x.sum() * 0) + beta_weight * boundary * len(positives))
         pairs += len(terms)
         active += sum(bool(term > 0) for term in terms)
     if reduction in ("sum", "none"):
@@ -348,15 +348,15 @@ def lossless_triplet(x, positive, negative, references=None, *, sigmoid=True, ep
 
 
 def vicreg(
-    x, positive, negative, references=None, *, invariance=25.0, variance=25.0, covariance=1.0, deviation=1.0,
-    epsilon=1e-4,
+    x, positive, negative, references=None, *, invariance_weight=25.0, variance_weight=25.0, covariance_weight=1.0,
+    deviation=1.0, epsilon=1e-4,
 ):  # fmt: skip
     """Items without a positive do not count; a batch alone is both of its sides."""
     d, dim = distances(x, references, squared=True), x.shape[1]
     pairs = [d[i][j] / dim for i in range(len(x)) for j in columns(positive, i)]
     if not pairs:
         return (x * 0).sum()
-    value = invariance * sum(pairs) / len(pairs)
+    value = invariance_weight * sum(pairs) / len(pairs)
     left = [row for i, row in enumerate(x) if any(positive[i])]
     right = left
     if references is not None:
@@ -366,11 +366,11 @@ def vicreg(
         mean = sum(side) / len(side)
         for j in range(dim):
             spread = (sum((row[j] - mean[j]) ** 2 for row in side) / degrees + epsilon).sqrt()
-            value = value + variance * (deviation - spread).relu() / dim / 2
+            value = value + variance_weight * (deviation - spread).relu() / dim / 2
             for k in range(dim):
                 if k != j:
                     together = sum((row[j] - mean[j]) * (row[k] - mean[k]) for row in side) / degrees
-                    value = value + covariance * together**2 / dim
+                    value = value + covariance_weight * together**2 / dim
     return value
 
 
@@ -405,7 +405,7 @@ def generalized_lifted(x, positive, negative, references=None, *, margin=1.0, no
     return reduced(x, terms, reduction)
 
 
-def npair(x, positive, negative, references=None, *, penalty=0.002, reduction="mean"):
+def npair(x, positive, negative, references=None, *, length_weight=0.002, reduction="mean"):
     """In a batch alone an item without a positive before it is an anchor, any other a reference.
 
     The penalty stands in the term of each anchor that counts: its own square, and the mean over all references met.
@@ -423,7 +423,7 @@ def npair(x, positive, negative, references=None, *, penalty=0.002, reduction="m
         normaliser = logsumexp([x[i] @ others[r] for r in meets])
         likelihood = mean([x[i] @ others[p] - normaliser for p in meets if positive[i][p]])
         size = x[i] @ x[i] + mean([others[r] @ others[r] for r in used])
-        terms[i].append(-likelihood + penalty / 4 * size)
+        terms[i].append(-likelihood + length_weight / 4 * size)
     return reduced(x, terms, reduction)
 
 

@@ -216,7 +216,7 @@ ROWS = [
     ),
     Row(
         "NPair",
-        lambda: L.NPairLoss(penalty=0),
+        lambda: L.NPairLoss(length_weight=0),
         lambda: P.NPairsLoss(distance=DotProductSimilarity(normalize_embeddings=False)),
         batches=("pairs",),
     ),
@@ -252,7 +252,7 @@ ROWS = [
     ),
     Row(
         "Margin-classes-nu",
-        lambda: L.MarginLoss(num_classes=CLASSES, nu=0.1, selection=all_triplets),
+        lambda: L.MarginLoss(num_classes=CLASSES, beta_weight=0.1, selection=all_triplets),
         lambda: P.MarginLoss(num_classes=CLASSES, nu=0.1, learn_beta=True),
     ),
     Row(
@@ -540,12 +540,14 @@ def test_contrastive_is_linear_there_and_squared_here():
 def test_npairs_there_is_blind_to_length_and_to_all_but_two_of_a_class():
     x, labels = batch("even")
     pairs, of_pairs = batch("pairs")
-    assert_close(losses.NPairLoss(penalty=0)(normalize(pairs), of_pairs), peer.NPairsLoss()(pairs, of_pairs), 1e-10)
+    assert_close(
+        losses.NPairLoss(length_weight=0)(normalize(pairs), of_pairs), peer.NPairsLoss()(pairs, of_pairs), 1e-10
+    )
     value = peer.NPairsLoss()(x, labels)
     assert_close(peer.NPairsLoss()(7 * x, labels), value, 1e-10)
     assert losses.NPairLoss()(7 * x, labels).item() > 2 * losses.NPairLoss()(x, labels).item()
     seen = []
-    for loss in (peer.NPairsLoss(), losses.NPairLoss(penalty=0)):
+    for loss in (peer.NPairsLoss(), losses.NPairLoss(length_weight=0)):
         (slope,) = torch.autograd.grad(loss(x.requires_grad_(), labels), x)
         seen.append(int(slope.any(1).sum()))
     assert seen == [8, 16]
@@ -567,7 +569,9 @@ def test_margin_nu_there_is_added_whole_or_not_at_all():
     assert peer.MarginLoss(nu=0.1)(x, labels).item() == bare  # a fixed β is not penalised
     learned = peer.MarginLoss(nu=0.1, learn_beta=True).double()(x, labels).item()
     assert learned == pytest.approx(bare + 0.1 * 1.2)  # a single β: ν β, whatever the batch
-    plain, penalised = (losses.MarginLoss(nu=nu, selection=all_triplets).double()(x, labels) for nu in (0, 0.1))
+    plain, penalised = (
+        losses.MarginLoss(beta_weight=nu, selection=all_triplets).double()(x, labels) for nu in (0, 0.1)
+    )
     assert plain.item() == pytest.approx(bare)
     assert penalised.item() > learned  # ours: ν β for each positive pair, over the active pairs
     assert not [*peer.MarginLoss().parameters()] and [*losses.MarginLoss().parameters()]
@@ -747,7 +751,7 @@ def arguments(thing: type) -> set[str]:
 def test_guide_names_what_exists_on_both_sides():
     section = GUIDE.read_text(encoding="utf-8").split("## Names, one by one")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|(.*)\|$", section, re.MULTILINE)
-    assert len(rows) == 21
+    assert len(rows) == 22
     for theirs, ours, listed in rows:
         there = getattr(peer, theirs)
         here = getattr(memory if ours.startswith("memory.") else losses, ours.split(".")[-1])

@@ -171,8 +171,8 @@ def boundaries_per_item(rank, world):
     results = []
     for counts in CUTS[world]:
         own, full = part(x, counts, rank).clone().requires_grad_(), x.clone().requires_grad_()
-        loss = seeded(lambda: losses.MarginLoss(num_items=ITEMS, nu=0.1, selection="semihard"))
-        alone = seeded(lambda: losses.MarginLoss(num_items=ITEMS, nu=0.1, selection="semihard"))
+        loss = seeded(lambda: losses.MarginLoss(num_items=ITEMS, beta_weight=0.1, selection="semihard"))
+        alone = seeded(lambda: losses.MarginLoss(num_items=ITEMS, beta_weight=0.1, selection="semihard"))
         value = GlobalBatch(loss, averaged=False)(own, part(labels, counts, rank), items=part(order, counts, rank))
         value.backward()
         expected = alone(full, labels, items=order)

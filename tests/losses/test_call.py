@@ -72,3 +72,37 @@ def test_terms_and_totals_are_tainted_by_what_is_not_finite():
     x[2, 1] = torch.inf
     assert bool(Call(total, x, labels).total(value, counts, counts).isnan())
     assert bool(Call(mean, torch.ones(6, 4), labels, x, labels).total(value, counts).isnan())
+
+
+WAS = [
+    ("NPairLoss", "penalty", "length_weight"),
+    ("MarginLoss", "nu", "beta_weight"),
+    ("VICRegLoss", "invariance", "invariance_weight"),
+    ("VICRegLoss", "variance", "variance_weight"),
+    ("VICRegLoss", "covariance", "covariance_weight"),
+]
+
+
+@pytest.mark.parametrize(("name", "was", "now"), WAS)
+def test_a_setting_that_was_renamed_is_answered_with_its_name(name, was, now):
+    make, sentence = getattr(losses, name), f"^{was} of {name} is {now} now$"
+    with pytest.raises(TypeError, match=sentence):
+        make(**{was: 0.5})
+    with pytest.raises(AttributeError, match=sentence):
+        setattr(make(), was, 0.5)
+    assert getattr(make(**{now: 0.5}), now) == 0.5
+
+
+def test_learned_losses_load_states_from_before():
+    """The names and shapes that state dicts of earlier versions have."""
+    keys = {
+        losses.MarginLoss(num_classes=3, num_items=7): {"beta": (3,), "item_beta": (7,)},
+        losses.MarginLoss(sampling_dim="fitted"): {"beta": (), "running_dim.moments": (2,)},
+        losses.SigmoidLoss(): {"log_scale": (), "bias": ()},
+        losses.SiameseLoss(5): {"weight": (5,), "bias": ()},
+        losses.SupConLoss(): {},
+    }
+    for loss, shapes in keys.items():
+        assert {name: tuple(tensor.shape) for name, tensor in loss.state_dict().items()} == shapes
+        loss.load_state_dict({name: torch.full(shape, 0.25) for name, shape in shapes.items()})
+        assert all(float(tensor.flatten()[0]) == 0.25 for tensor in loss.state_dict().values())

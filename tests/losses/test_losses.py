@@ -131,7 +131,7 @@ def test_npair_of_one_pair_a_class_is_cross_entropy():
     batch = losses.npair_loss(mixed, y.repeat_interleave(2))
     torch.testing.assert_close(batch, entropy + penalty)
     torch.testing.assert_close(losses.npair_loss(a, y, p, y), entropy + penalty)
-    torch.testing.assert_close(losses.npair_loss(mixed, y.repeat_interleave(2), penalty=0.0), entropy)
+    torch.testing.assert_close(losses.npair_loss(mixed, y.repeat_interleave(2), length_weight=0.0), entropy)
 
 
 def test_infonce_of_two_views_is_nt_xent():
@@ -541,7 +541,7 @@ def test_margin_with_a_boundary_per_item(selection, num_classes):
     y = torch.arange(4).repeat(3)
     x = torch.randn(4, 5, generator=g, dtype=f64)[y] + torch.randn(12, 5, generator=g, dtype=f64)
     items = torch.randperm(20, generator=g)[:12]
-    settings = {"num_classes": num_classes, "num_items": 20, "nu": 0.3, "selection": selection}
+    settings = {"num_classes": num_classes, "num_items": 20, "beta_weight": 0.3, "selection": selection}
     module = losses.MarginLoss(**settings).double()
     with torch.no_grad():
         module.item_beta.copy_(0.2 * torch.randn(20, generator=g, dtype=f64))
@@ -552,7 +552,7 @@ def test_margin_with_a_boundary_per_item(selection, num_classes):
     if selection != "all":
         chosen = reference.mine_semihard(distances.euclidean(x, normalize=True), positive, negative)
     total = (module.beta if num_classes is None else module.beta[y]) + module.item_beta[items]
-    twin = reference.margin(x, positive, negative, beta=total, classes=range(12), nu=0.3, selection=chosen)
+    twin = reference.margin(x, positive, negative, beta=total, classes=range(12), beta_weight=0.3, selection=chosen)
     torch.testing.assert_close(value, twin)
     for ours, theirs in zip(got, torch.autograd.grad(twin, list(module.parameters())), strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -59,7 +59,8 @@ FREE_SETTINGS = {
     "beta": (20.0, 0, "beta must be > 0, got 0"),
     "base": (0.2, "x", "base must be a number"),
     "epsilon": (0.3, "x", "epsilon must be a number"),
-    "nu": (0.5, -0.1, r"nu must be >= 0, got -0\.1"),
+    "beta_weight": (0.5, -0.1, r"beta_weight must be >= 0, got -0\.1"),
+    "length_weight": (0.5, -1, "length_weight must be >= 0"),
     "gamma": (0.7, -1, "gamma must be >"),
     "tau": (0.9, -1, "tau must be >= 0"),
     "pull": (0.9, -1, "pull must be >= 0"),
@@ -82,9 +83,9 @@ FREE_SETTINGS = {
     "reduction": ("sum", "average", 'unknown reduction "average"'),
     "impl": ("torch", "cuda", 'unknown impl "cuda"'),
     "max_memory": (2**20, 0, "max_memory must be >= 1, got 0"),
-    "invariance": (3.0, -1, "invariance must be >= 0, got -1"),
-    "variance": (3.0, -1, "variance must be >= 0, got -1"),
-    "covariance": (3.0, -1, "covariance must be >= 0, got -1"),
+    "invariance_weight": (3.0, -1, "invariance_weight must be >= 0, got -1"),
+    "variance_weight": (3.0, -1, "variance_weight must be >= 0, got -1"),
+    "covariance_weight": (3.0, -1, "covariance_weight must be >= 0, got -1"),
     "deviation": (2.0, 0, "deviation must be > 0, got 0"),
     "balance": (False, "yes", "balance must be True or False"),
 }
@@ -201,7 +202,8 @@ def test_a_changed_setting_changes_the_loss(name):
     numbers = [
         s
         for n, s in FREE
-        if n == name and s in ("invariance", "margin", "temperature", "scale", "epsilon", "penalty", "pull")
+        if n == name
+        and s in ("invariance_weight", "margin", "temperature", "scale", "epsilon", "penalty", "pull", "length_weight")
     ]
     setting = (numbers or [s for n, s in FREE if n == name and s in ("bins", "gamma", "reduction")])[0]
     module = make(name).eval()
@@ -339,7 +341,7 @@ def test_copies_state_dicts_and_moves(name):
     if name == "FacilityLocationLoss":
         setting, value = "sweeps", 1
     if name == "VICRegLoss":
-        setting, value = "invariance", 7.0
+        setting, value = "invariance_weight", 7.0
     setattr(module, setting, value)
     twin = copy.deepcopy(module)
     assert getattr(twin, setting) == value and repr(twin) == repr(module)

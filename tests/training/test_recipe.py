@@ -547,6 +547,15 @@ def test_recipes_from_before_the_kernels_of_a_loss_left_are_read(name, tmp_path)
     assert loss_settings(read(None, ["loss.name=arcface", "loss.impl=torch"])) == {"impl": "torch"}
 
 
+def test_a_renamed_setting_is_read_from_a_run_and_answered_where_it_is_typed(tmp_path):
+    (tmp_path / "recipe.toml").write_text('[loss]\nname = "npair"\npenalty = 0.5\n')
+    recipe = read(tmp_path / "recipe.toml", stored=True).recorded()
+    assert loss_settings(recipe) == {"length_weight": 0.5}
+    assert recipe.to_toml() == read(tmp_path / "recipe.toml").to_toml()  # its digest is as it was: it is resumed
+    with pytest.raises(ValueError, match=r"loss\.penalty of npair is loss\.length_weight now, got 0\.5"):
+        loss_settings(read(None, ["loss.name=npair", "loss.penalty=0.5"]))
+
+
 @pytest.mark.parametrize(
     "sets, sentence",
     [

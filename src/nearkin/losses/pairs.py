@@ -131,8 +131,8 @@ class MarginLoss(SelectingLoss):
         kw_only=False,
         text="number of classes, for a β per class; None: one for all",
     )
-    nu: float = setting(
-        default=0.0, at_least=0, kw_only=False, text="ν, the weight of the penalty on β; 0: the authors' code"
+    beta_weight: float = setting(
+        default=0.0, at_least=0, kw_only=False, was="nu", text="ν, the weight of β itself; 0: the authors' code"
     )
     selection: mining.Selection = SelectingLoss.states(
         "distance_weighted", kw_only=False, search=Choices(("distance_weighted", "all"))
@@ -181,8 +181,8 @@ class MarginLoss(SelectingLoss):
             pull = torch.where(positive, (self.margin + near - boundary).relu(), 0.0)
             push = torch.where(negative, (self.margin - far + boundary).relu(), 0.0)
             sums = pull.sum(1) + push.sum(1)
-            if self.nu:
-                sums = sums + self.nu * boundary.squeeze(1) * positive.sum(1)
+            if self.beta_weight:
+                sums = sums + self.beta_weight * boundary.squeeze(1) * positive.sum(1)
             return sums, positive.sum(1) + negative.sum(1), (pull > 0).sum(1) + (push > 0).sum(1)
 
         return call.reduced(rows, boundary, **self.drawing())
@@ -348,7 +348,7 @@ def margin_loss(
     item_beta: Tensor | None = None,
     items: Tensor | None = None,
     margin: float = 0.2,
-    nu: float = 0.0,
+    beta_weight: float = 0.0,
     selection: mining.Selection = "distance_weighted",
     normalize: bool = True,
     reduction: str = "active",
@@ -366,7 +366,7 @@ def margin_loss(
     loss = MarginLoss(
         margin,
         beta if isinstance(beta, Tensor) else torch.tensor(beta),  # type: ignore[arg-type]
-        nu=nu,
+        beta_weight=beta_weight,
         selection=selection,
         normalize=normalize,
         reduction=reduction,

@@ -58,6 +58,7 @@ class Setting:
     shapes: bool
     learned: bool
     kw_only: bool
+    was: str | None
     search: Searched | None
     rule: Callable[[str, Any], None] | None
 
@@ -94,6 +95,7 @@ def setting(
     shapes: bool = False,
     learned: bool = False,
     kw_only: bool = True,
+    was: str | None = None,
     search: Searched | None = None,
     rule: Callable[[str, Any], None] | None = None,
 ) -> Any:
@@ -102,11 +104,12 @@ def setting(
     A number above 0 (`above=0`), `at_least` a bound, any finite one without either; a `whole` number; one of the names
     in `choices`; a switch where the default is True or False; or what `rule(name, value)` does not refuse. optional:
     None is allowed too. fixed: cannot change after construction; shapes: nor can this, which decides the shapes of
-    parameters and is unknown to the function form. learned: where a parameter of this name starts.
-    kw_only=False: may be given by its place. search: where `nearkin compare` looks for a better value.
+    parameters and is unknown to the function form. learned: where a parameter of this name starts. kw_only=False: may
+    be given by its place. was: its name before, which is answered with this one. search: where `nearkin compare` looks
+    for a better value.
     """
     return Setting(
-        default, text, above, at_least, whole, choices, optional, fixed, shapes, learned, kw_only, search, rule
+        default, text, above, at_least, whole, choices, optional, fixed, shapes, learned, kw_only, was, search, rule
     )
 
 
@@ -217,7 +220,8 @@ class Loss(nn.Module):
         """Attributes of your own are welcome; what looks like a setting would be ignored, so it is refused."""
         if name.startswith("_") or hasattr(self, name) or "__init__" in vars(type(self)):
             return
-        if name in GONE or name in _KNOWN or difflib.get_close_matches(name, self.fields, 1, 0.8):
+        was = {s.was for s in self.fields.values()}
+        if name in GONE or name in was or name in _KNOWN or difflib.get_close_matches(name, self.fields, 1, 0.8):
             raise AttributeError(_unknown(name, self.fields, type(self).__name__))
 
 
@@ -226,6 +230,9 @@ _KNOWN = frozenset({"margin", "scale", "temperature", "epsilon", "selection", "n
 
 
 def _unknown(name: str, fields: Mapping[str, Setting], loss: str) -> str:
+    for now, s in fields.items():
+        if name == s.was:
+            return f"{name} of {loss} is {now} now"
     if name in GONE:
         return f"{name} has left {loss} {GONE[name]}"
     near = difflib.get_close_matches(name, fields, 1, 0.8)

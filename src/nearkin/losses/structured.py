@@ -159,22 +159,23 @@ class GeneralizedLiftedLoss(PairLoss):
 class NPairLoss(PairLoss):
     r"""An anchor finds its partner among one example of every other class.
 
-    l_i = -1/|P_i| Σ_{p in P_i} log( e^{f_i·f_p} / Σ_r e^{f_i·f_r} )  +  penalty/4 (mean |f_i|² + mean |f_r|²)
+    l_i = -1/|P_i| Σ_{p in P_i} log( e^{f_i·f_p} / Σ_r e^{f_i·f_r} )  +  w/4 (mean |f_i|² + mean |f_r|²)
 
-    Raw inner products, bounded by the penalty. In a batch alone the first item of each class is the anchor and
+    Raw inner products, bounded by w = `length_weight`. In a batch alone the first item of each class is the anchor and
     the others are the references, so two items per class give the paper's N-pair-mc loss; several share the target
     mass. With `references` each row is an anchor, compared with them all. Anchors without positives do not count. See
-    also `SupConLoss` (cosines, every item an anchor). Sohn 2016, eq. 7; penalty 0.002 / 4 from TensorFlow's version.
+    also `SupConLoss` (cosines, every item an anchor). Sohn 2016, eq. 7; w 0.002 from TensorFlow's version.
     """
 
     measure = "dot"
 
-    penalty: float = setting(
+    length_weight: float = setting(
         default=0.002,
         at_least=0,
         kw_only=False,
         search=Range(1e-4, 0.1, log=True),
-        text="weight of the embeddings' squared length; 0.002: TensorFlow's version",
+        was="penalty",
+        text="w, the weight of the embeddings' squared lengths; 0.002: TensorFlow's version",
     )
 
     def value(self, call: Call) -> Tensor:
@@ -184,7 +185,7 @@ class NPairLoss(PairLoss):
             # Anchors × references without the rest of the matrix, where that is made in one piece.
             anchors, others = _sides(labels.long()) if call.fits() else (labels[:0], labels[:0])
             if anchors.numel():
-                value = _between_sides(x, labels, anchors, others, self.penalty)
+                value = _between_sides(x, labels, anchors, others, self.length_weight)
                 if self.reduction == "none":
                     return value.new_zeros(len(labels)).index_copy(0, anchors, value) + taint
                 return reduce.terms(value, torch.ones_like(anchors, dtype=torch.bool), self.reduction) + taint
@@ -206,10 +207,10 @@ class NPairLoss(PairLoss):
 
         value, counts = call.run(rows, *(() if firsts is None else (firsts,)))
         value = torch.where(counts, value, 0.0)
-        if self.penalty:
+        if self.length_weight:
             compared = used.clone()  # the pass for the gradient writes to the other
             size = (compared * _size(other)).sum() / compared.sum().clamp(min=1)  # mean square of these references
-            value = torch.where(counts, value + self.penalty / 4 * (_size(x) + size), 0.0)
+            value = torch.where(counts, value + self.length_weight / 4 * (_size(x) + size), 0.0)
         return reduce.terms(value, counts, self.reduction) + taint
 
 

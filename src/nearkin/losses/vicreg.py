@@ -28,21 +28,24 @@ class VICRegLoss(PairLoss):
     takes_batch_first = False  # which references are used is asked of each of them
     measure = "squared"
 
-    invariance: float = setting(
+    invariance_weight: float = setting(
+        was="invariance",
         default=25.0,
         at_least=0,
         kw_only=False,
         search=Range(1.0, 100.0, log=True),
         text="λ, the weight of the distance between positives; 25: the paper's",
     )
-    variance: float = setting(
+    variance_weight: float = setting(
+        was="variance",
         default=25.0,
         at_least=0,
         kw_only=False,
         search=Range(1.0, 100.0, log=True),
         text="μ, the weight of the dimensions' deviations below γ; 25: the paper's",
     )
-    covariance: float = setting(
+    covariance_weight: float = setting(
+        was="covariance",
         default=1.0,
         at_least=0,
         kw_only=False,
@@ -62,14 +65,14 @@ class VICRegLoss(PairLoss):
             return blockwise.sums_and_counts(rows.all() / dim, rows.positive, "mean")
 
         sums, counts, _ = call.run(rows)
-        value = self.invariance * reduce.total(sums, counts, counts, "mean")
+        value = self.invariance_weight * reduce.total(sums, counts, counts, "mean")
         sides = [(batch.embeddings, counts > 0)]
         if batch.references is not None:
             [used] = call.across(lambda rows: (reduce.any_in_row(rows.positive),))
             sides.append((batch.references, used))
         for x, used in sides:
             spread, redundancy = _statistics(x, used, self.deviation, self.epsilon)
-            part = self.variance * spread / 2 + self.covariance * redundancy
+            part = self.variance_weight * spread / 2 + self.covariance_weight * redundancy
             most = torch.finfo(value.dtype).max / 8  # the fourth power of a length may not fit the type of the loss
             value = value + part.clamp(max=most).to(value.dtype) * (2 // len(sides))
         return value + call.taint()

@@ -31,6 +31,7 @@ from nearkin.training.config.registry import (
     loss_settings,
     matryoshka_dims,
     matryoshka_weights,
+    renamed,
 )
 from nearkin.training.config.unlabelled import settle_unlabelled
 
@@ -339,6 +340,9 @@ def _settle_loss(recipe: Recipe, items: Items, facts: Facts) -> Recipe:
     if not recipe.takes_targets and items.labels is None:
         raise ValueError(f'loss "{name}" needs class labels, {items.name} has none; use logratio')
     settled = {**(_defaults(LOSSES[name].settings) if name in LOSSES else {}), **recipe.loss}
+    for was, now in (renamed(name) if name in LOSSES else {}).items():
+        if was in recipe.loss:  # of a recorded run, whose recipe stays as it is
+            del settled[now]
     if name == "margin" and settled["selection"] == "distance_weighted":
         settled.setdefault("sampling_dim", "fitted")  # better than the vector's own on three sets: docs/claims.md
     return recipe.with_("loss", **settled)

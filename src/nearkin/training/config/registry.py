@@ -162,7 +162,18 @@ def loss_settings(recipe: Recipe) -> dict[str, Any]:
         if options["impl"] != "auto" and not recipe.is_recorded:
             raise ValueError(f"loss.impl has left {name} with its kernels: leave it out, got {options['impl']!r}")
         del options["impl"]
+    for was, now in renamed(name).items():
+        if was in options and not recipe.is_recorded:
+            raise ValueError(f"loss.{was} of {name} is loss.{now} now, got {options[was]!r}")
+        if was in options:
+            options[now] = options.pop(was)
     return _accepts("loss", options, LOSSES[name].settings, f'loss "{name}"')
+
+
+def renamed(loss: str) -> dict[str, str]:
+    """Settings of a loss that had another name when runs were recorded: old name → present one."""
+    fields = getattr(LOSSES[loss].make, "fields", {})
+    return {s.was: now for now, s in fields.items() if s.was is not None}
 
 
 def matryoshka_dims(recipe: Recipe, dim: int | None = None) -> tuple[int, ...] | None:

@@ -276,9 +276,9 @@ class VICRegLoss(BaseMetricLossFunction):
             ids,
             ref_emb,
             ids,
-            invariance=self.invariance_lambda,
-            variance=self.variance_mu,
-            covariance=self.covariance_v,
+            invariance_weight=self.invariance_lambda,
+            variance_weight=self.variance_mu,
+            covariance_weight=self.covariance_v,
             epsilon=self.eps,
         )
         return {"loss": {"losses": value, "indices": None, "reduction_type": "already_reduced"}}

@@ -364,7 +364,7 @@ class NPairsLoss(BaseMetricLossFunction):
             if self.distance.normalize_embeddings:
                 left, right = distances.unit(left), distances.unit(right)
             ids = own_ids(labels[anchor])
-            values = losses.npair_loss(left, ids, right, ids, penalty=0, reduction="none")
+            values = losses.npair_loss(left, ids, right, ids, length_weight=0, reduction="none")
         else:
             matrix = self.distance(left, right)
             logits = matrix if self.distance.is_inverted else -matrix
