@@ -4,6 +4,8 @@ A loss says what a row of pairs costs (`PairLoss.rows`); one that takes several 
 The formula runs whole, in blocks of rows under `max_memory` (`core/blockwise.py`), or under torch.compile.
 """
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 import inspect
 import warnings
 from collections.abc import Callable
@@ -72,8 +74,10 @@ class Rows:
                 return distances.dot(self.x, self.references)
             case "distance":
                 return distances.euclidean(self.x, self.references, normalize=self.normalize)
-            case _:
+            case "squared":
                 return distances.squared_euclidean(self.x, self.references, normalize=self.normalize)
+            case unknown:
+                raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {unknown!r}")
 
 
 class Call:
@@ -81,7 +85,7 @@ class Call:
 
     def __init__(
         self,
-        loss: "PairLoss",
+        loss: PairLoss,
         embeddings: Tensor,
         labels: Labels,
         references: Tensor | None = None,

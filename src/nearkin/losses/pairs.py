@@ -1,5 +1,7 @@
 """Pair losses: each pair of an anchor and a reference is a term of its own, or weighted by the anchor's other pairs."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 import math
 from typing import Any
 
@@ -327,9 +329,9 @@ class SigmoidLoss(PairLoss):
         return call.reduced(self.costs, learned)
 
     def costs(self, rows: Rows, learned: Tensor) -> Costs:
-        logits = learned[:, :1] * rows.all() + learned[:, 1:]  # (B, R)
+        logits, pairs = learned[:, :1] * rows.all() + learned[:, 1:], rows.pairs  # (B, R)
         cost = reduce.softplus(torch.where(rows.positive, -logits, logits))
-        return torch.where(rows.pairs, cost, 0.0).sum(1), reduce.any_in_row(rows.pairs)
+        return torch.where(pairs, cost, 0.0).sum(1), reduce.any_in_row(pairs)
 
 
 contrastive_loss = function_of(ContrastiveLoss, "contrastive_loss")

@@ -1,5 +1,7 @@
 """Quadruplet loss: a triplet, and items of two further classes that must be farther apart than the positive pair."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 from typing import NamedTuple
 
 import torch

@@ -1,5 +1,7 @@
 """Rank losses: average precision itself, made smooth."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Log-ratio loss: distances in proportion to real-valued label distances."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 import torch
 from torch import Tensor
 

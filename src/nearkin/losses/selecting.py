@@ -1,5 +1,7 @@
 """Losses over a selection of pairs or triplets: which selections a loss takes, and how they draw and measure."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 from collections.abc import Callable
 from typing import Any, ClassVar
 

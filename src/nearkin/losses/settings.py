@@ -243,7 +243,7 @@ def _unknown(name: str, fields: Mapping[str, Setting], loss: str) -> str:
 def _annotation(cls: type, name: str) -> Any:
     for owner in cls.__mro__:
         if name in vars(owner).get("__annotations__", {}):
-            return vars(owner)["__annotations__"][name]
+            return inspect.get_annotations(owner, eval_str=True)[name]
     return inspect.Parameter.empty
 
 

@@ -1,5 +1,7 @@
 """Siamese verification: a learned weighting of |u - v| says whether two items are the same."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Structured losses: an anchor is compared with the batch as a whole."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 import torch
 from torch import Tensor
 

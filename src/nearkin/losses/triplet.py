@@ -1,5 +1,7 @@
 """Triplet losses: an anchor's positives nearer than its negatives, in every selection of `mining`."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 from collections.abc import Callable
 
 import torch

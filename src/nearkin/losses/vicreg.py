@@ -1,5 +1,7 @@
 """VICReg: positives close, and neither collapse nor redundancy, by the variance and covariance of each side."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 import torch
 from torch import Tensor
 
