@@ -9,6 +9,7 @@ import pytest
 from calibrations import embeddings
 from nearkin.evaluation.recognition import NOTHING, Hits, LabelSums, Part, Queries, events, fit, label_model, simulation
 from nearkin.evaluation.recognition.label_model import LabelFit, Scatter
+from nearkin.evaluation.recognition.recogniser import _fitted, relative
 
 
 def gallery(labels=12, each=5, dim=16, seed=0, spread=0.5):
@@ -225,6 +226,21 @@ def test_the_far_curve_is_conformal_over_classes():
     for rate, share in shares.items():
         assert rate - 0.06 < np.mean(share) < rate + 0.02, (rate, np.mean(share))
     assert far.at(0.03) is None, "30 classes can show 3.2 % at the least"
+
+
+def test_strangers_are_judged_by_weights_that_have_not_seen_their_label():
+    _, codes, stream = gallery(9, 4, dim=12, seed=3)
+    recogniser, asked = fit(stream, np.bincount(codes)), simulation.learn(stream, np.bincount(codes)).questions
+    folds, score = simulation.folds_of(9, len(codes), 0), []
+    x = relative(asked.features, recogniser.strangers)
+    stranger = asked.event == events.NONE
+    for i in np.flatnonzero(stranger):
+        kept = folds[asked.classes] != folds[asked.classes[i]]
+        logits = x[i] @ _fitted(x, asked, kept)
+        score.append(logits[events.RIGHT] - logits[events.NONE])
+    far = events.far_curve(np.array(score), asked.classes[stranger])
+    np.testing.assert_allclose(recogniser.far.score, far.score, atol=1e-6)
+    np.testing.assert_allclose(recogniser.far.expected, far.expected)
 
 
 # ---- the answers

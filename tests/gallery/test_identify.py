@@ -9,6 +9,7 @@ from nearkin.evaluation.open_set import draws
 from nearkin.gallery import Gallery, bridge_note, recognition
 from nearkin.gallery.bridge_scale import Scale
 from nearkin.gallery.schema import UNLABELLED, bridged_metadata, checksum
+from nearkin.gallery.stores import label_table, sqlite
 from nearkin.gallery.stores.sqlite import SqliteStore
 
 
@@ -130,6 +131,8 @@ def test_an_enrolled_item_is_always_known(tmp_path, world):
                 assert answer.label == world[1][i] and answer.confidence > 0.999 and answer.candidates[0].id == i + 1
         gallery.enrol(world[4][0], "someone new")
         assert gallery.identify(world[4][0]).label == "someone new", "from its first item on"
+        gallery.enrol(world[4][1], "c0")
+        assert gallery.identify(world[4][1], far=0.01).label == "c0", "unlike all others of its label"
 
 
 def test_what_is_learned_is_kept_with_the_rows_and_read_by_others(tmp_path, world):
@@ -280,6 +283,28 @@ def test_label_sums_follow_every_change(tmp_path, world):
         names = list(gallery._store.label_table(learned.key, project, table.version).numbers)
         changed = gallery._store.label_table(learned.key, project, table.version).changed
         assert {names[i] for i in changed} == {world[1][8], "c9", "newer"}
+
+
+def test_changes_that_are_no_longer_known_change_all(tmp_path, world, monkeypatch):
+    monkeypatch.setattr(label_table, "REMEMBERED", 2)
+    with filled(tmp_path / "g", world) as gallery:
+        gallery.calibrate()
+        gallery.identify(world[2][0])
+        learned, store = gallery._learned, gallery._store
+        sums = [store.label_table(learned.key, learned.recogniser.rows)]
+        for label in ("c3", "c4", "c5"):
+            gallery.enrol(world[4][len(sums)], label)
+            sums.append(store.label_table(learned.key, learned.recogniser.rows))
+        changed = [store.label_table(learned.key, learned.recogniser.rows, one.version).changed for one in sums]
+        assert changed[0] is None and [len(one) for one in changed[1:]] == [2, 1, 0]
+
+
+def test_labels_are_counted_in_parts(tmp_path, world, monkeypatch):
+    with filled(tmp_path / "g", world) as gallery:
+        gallery.remove([5, 6, 7, 150])
+        whole = gallery._store.stored_counts()
+        monkeypatch.setattr(sqlite, "COUNTED", 7)
+        assert gallery._store.stored_counts() == whole == gallery._store.counts() and sum(whole.values()) == 176
 
 
 def test_scores_after_changes_are_those_of_a_new_process(tmp_path, world):
