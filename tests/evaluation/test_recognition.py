@@ -116,11 +116,13 @@ def test_directions_are_those_of_a_decomposition_and_take_parts():
 # ---- the questions
 
 
-def test_questions_are_those_of_leaving_out_by_hand():
+@pytest.mark.parametrize("only_near", [False, True])
+def test_questions_are_those_of_leaving_out_by_hand(only_near, monkeypatch):
     """Each item against the whole gallery less itself, or less its label, by models refitted without its fold."""
+    monkeypatch.setattr(simulation, "NEAREST", 4)
     rows, codes, stream = gallery(8, 4, dim=12, seed=3)
     counts = np.bincount(codes)
-    learned = simulation.learn(stream, counts)
+    learned = simulation.learn(stream, counts, only_near=only_near)
     coordinates = learned.directions.rows(rows).astype(np.float64)
     folds = simulation.folds_of(8, len(codes), 0)
     items = simulation._item_folds(codes, simulation._fold_count(len(codes)), 0)
@@ -133,8 +135,10 @@ def test_questions_are_those_of_leaving_out_by_hand():
             there = np.arange(len(codes)) != i if known else codes != codes[i]
             labels = LabelSums.of(coordinates[there], codes[there], 8)
             values = model.scores(labels)(model.rows(coordinates[i : i + 1]))
+            near = nearest(rows[i : i + 1], rows[there], codes[there], 4)
+            if only_near:
+                values[:, [label not in near.codes for label in range(8)]] = NOTHING
             best, first, second = simulation.best_labels(values)
-            near = nearest(rows[i : i + 1], rows[there], codes[there])
             event = events.NONE if not known else events.RIGHT if best[0] == codes[i] else events.OTHER
             expected.append((event, *events.features(first, second, *near.labels(best))[0]))
     asked = learned.questions
@@ -156,6 +160,21 @@ def test_parts_and_their_sizes_change_nothing():
     one, two = (fit(source, np.bincount(codes)) for source in (stream, small))
     np.testing.assert_allclose(one.weights, two.weights, atol=1e-4)
     np.testing.assert_allclose(one.far.score, two.far.score, atol=1e-2)
+
+
+def test_cosines_mean_what_their_scale_says_and_rows_that_are_not_asked_are_not():
+    rows, codes, _ = gallery(10, 4, seed=4)
+    ids, old = np.arange(1, len(codes) + 1), codes % 2 == 1
+    parts = [
+        Part(rows[~old], codes[~old], ids[~old]),
+        Part(rows[old], codes[old], ids[old], lambda cosines: cosines / 4, asked=False),
+    ]
+    asked = simulation.learn(lambda: iter(parts), np.bincount(codes)).questions
+    assert (asked.classes % 2 == 0).all() and len(asked.event) == 2 * (~old).sum()
+    plain = simulation.learn(lambda: iter([part._replace(scale=None) for part in parts]), np.bincount(codes)).questions
+    np.testing.assert_allclose(asked.features[:, :2], plain.features[:, :2])
+    assert (asked.features[asked.event == events.NONE, 2] <= plain.features[plain.event == events.NONE, 2]).all()
+    assert (asked.features != plain.features).any()
 
 
 def test_items_are_drawn_evenly_and_bounded(monkeypatch):

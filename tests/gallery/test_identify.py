@@ -6,6 +6,7 @@ import pytest
 from calibrations import embeddings
 from nearkin import evaluation
 from nearkin.evaluation.open_set import draws
+from nearkin.evaluation.recognition import fit
 from nearkin.gallery import Gallery, bridge_note, recognition
 from nearkin.gallery.bridge_scale import Scale
 from nearkin.gallery.schema import UNLABELLED, bridged_metadata, checksum
@@ -192,6 +193,26 @@ def test_a_gallery_that_cannot_be_written_uses_what_it_has(tmp_path, world, monk
         assert answer.p_right is not None and "cannot be written" in answer.note
 
 
+def test_rows_that_are_enrolled_meanwhile_are_left_out(tmp_path, world):
+    with filled(tmp_path / "g", world) as gallery:
+        before = gallery._facts()
+        gallery.enrol(world[4][0], "c0")
+        (part,) = recognition._parts(gallery._store, before, {"c0": 0, "c1": 1}, {})
+        assert part.ids.max() < before.next_id and len(part.ids) == 12
+
+
+@pytest.mark.parametrize(("exact", "only_near"), [(180, False), (179, True)])
+def test_where_the_labels_of_the_nearest_compete_they_do_so_when_it_is_learned(
+    tmp_path, world, monkeypatch, exact, only_near
+):
+    seen = []
+    monkeypatch.setattr(recognition, "EXACT", exact)
+    monkeypatch.setattr(recognition, "fit", lambda *some, **more: seen.append(more["only_near"]) or fit(*some, **more))
+    with filled(tmp_path / "g", world) as gallery:
+        gallery.calibrate()
+    assert seen == [only_near]
+
+
 def test_unlabelled_rows_are_found_and_are_no_answer(tmp_path, world):
     names = [UNLABELLED if i % 2 else label for i, label in enumerate(world[1])]
     with Gallery.open(tmp_path / "g", dim=24) as gallery:
@@ -343,6 +364,10 @@ def test_rows_of_an_earlier_encoder_answer_on_their_scale(tmp_path, world):
         note = bridge_note.Bridges("f" * 64, knots, {}, None, "not measured").text()
         gallery._store.edit(bridge_note.KEY, lambda _, labels_of: ({}, note))
     with Gallery.open(tmp_path / "g") as gallery:
+        number = {label: i for i, label in enumerate(sorted(set(world[1])))}
+        parts = list(recognition._parts(gallery._store, gallery._facts(), number, {"a": scale}))
+        assert sum(len(part.ids) for part in parts if part.scale == scale) == gallery._store.encoders()["a"] > 50
+        assert all(part.asked == (part.scale is None) for part in parts) and sum(len(part.ids) for part in parts) == 180
         answers = [gallery.identify(query) for query in world[2]]
         assert np.mean([a.candidates[0].label == y for a, y in zip(answers, world[3], strict=True)]) > 0.8
         assert all(answer.p_right is not None for answer in answers)
