@@ -247,6 +247,17 @@ def test_the_far_curve_is_conformal_over_classes():
     assert far.at(0.03) is None, "30 classes can show 3.2 % at the least"
 
 
+def test_each_label_weighs_the_same_and_strangers_as_much_as_known_items():
+    draw = np.random.default_rng(0)
+    classes = np.repeat([0, 1, 2, 0, 1], [12, 2, 1, 3, 1])  # known from 15 on
+    event = np.r_[np.full(15, events.NONE), draw.integers(0, 2, 4)]
+    asked = simulation.Questions(draw.normal(size=(19, 4)), event, classes)
+    weight = np.repeat(19 / 2 * np.array([1 / 36, 1 / 6, 1 / 3, 1 / 6, 1 / 2]), [12, 2, 1, 3, 1])
+    x = np.c_[np.ones(19), asked.features]
+    found = _fitted(x, asked, np.ones(19, bool))
+    np.testing.assert_allclose(found, events.fit_events(x, event, weight, events.DEFAULT), atol=1e-9)
+
+
 def test_strangers_are_judged_by_weights_that_have_not_seen_their_label():
     _, codes, stream = gallery(9, 4, dim=12, seed=3)
     recogniser, asked = fit(stream, np.bincount(codes)), simulation.learn(stream, np.bincount(codes)).questions
