@@ -9,6 +9,7 @@ import pytest
 from calibrations import embeddings
 from nearkin.evaluation.recognition import NOTHING, Hits, LabelSums, Part, Queries, events, fit, label_model, simulation
 from nearkin.evaluation.recognition.label_model import LabelFit, Scatter
+from nearkin.evaluation.recognition.recogniser import _fitted, relative
 
 
 def gallery(labels=12, each=5, dim=16, seed=0, spread=0.5):
@@ -79,7 +80,9 @@ def test_a_model_less_some_rows_or_labels_is_the_model_of_the_others(monkeypatch
         (whole.less(wide[~some], codes[~some]), some),
         (whole.without(np.array([1, 5, 6]), out.T @ out), ~labels),
     ):
-        other = LabelFit(LabelSums.of(rows[keep], codes[keep], 9), wide[keep].T @ wide[keep]).model()
+        with monkeypatch.context() as whole_again:
+            whole_again.setattr(label_model, "LABELS", 100)
+            other = LabelFit(LabelSums.of(rows[keep], codes[keep], 9), wide[keep].T @ wide[keep]).model()
         np.testing.assert_allclose(model.mean, other.mean, atol=1e-9)
         np.testing.assert_allclose(model.between, other.between, rtol=1e-6)
         one, two = (m.scores(all_labels)(m.rows(wide[:5])) for m in (model, other))
@@ -115,11 +118,13 @@ def test_directions_are_those_of_a_decomposition_and_take_parts():
 # ---- the questions
 
 
-def test_questions_are_those_of_leaving_out_by_hand():
+@pytest.mark.parametrize("only_near", [False, True])
+def test_questions_are_those_of_leaving_out_by_hand(only_near, monkeypatch):
     """Each item against the whole gallery less itself, or less its label, by models refitted without its fold."""
+    monkeypatch.setattr(simulation, "NEAREST", 4)
     rows, codes, stream = gallery(8, 4, dim=12, seed=3)
     counts = np.bincount(codes)
-    learned = simulation.learn(stream, counts)
+    learned = simulation.learn(stream, counts, only_near=only_near)
     coordinates = learned.directions.rows(rows).astype(np.float64)
     folds = simulation.folds_of(8, len(codes), 0)
     items = simulation._item_folds(codes, simulation._fold_count(len(codes)), 0)
@@ -132,8 +137,10 @@ def test_questions_are_those_of_leaving_out_by_hand():
             there = np.arange(len(codes)) != i if known else codes != codes[i]
             labels = LabelSums.of(coordinates[there], codes[there], 8)
             values = model.scores(labels)(model.rows(coordinates[i : i + 1]))
+            near = nearest(rows[i : i + 1], rows[there], codes[there], 4)
+            if only_near:
+                values[:, [label not in near.codes for label in range(8)]] = NOTHING
             best, first, second = simulation.best_labels(values)
-            near = nearest(rows[i : i + 1], rows[there], codes[there])
             event = events.NONE if not known else events.RIGHT if best[0] == codes[i] else events.OTHER
             expected.append((event, *events.features(first, second, *near.labels(best))[0]))
     asked = learned.questions
@@ -155,6 +162,21 @@ def test_parts_and_their_sizes_change_nothing():
     one, two = (fit(source, np.bincount(codes)) for source in (stream, small))
     np.testing.assert_allclose(one.weights, two.weights, atol=1e-4)
     np.testing.assert_allclose(one.far.score, two.far.score, atol=1e-2)
+
+
+def test_cosines_mean_what_their_scale_says_and_rows_that_are_not_asked_are_not():
+    rows, codes, _ = gallery(10, 4, seed=4)
+    ids, old = np.arange(1, len(codes) + 1), codes % 2 == 1
+    parts = [
+        Part(rows[~old], codes[~old], ids[~old]),
+        Part(rows[old], codes[old], ids[old], lambda cosines: cosines / 4, asked=False),
+    ]
+    asked = simulation.learn(lambda: iter(parts), np.bincount(codes)).questions
+    assert (asked.classes % 2 == 0).all() and len(asked.event) == 2 * (~old).sum()
+    plain = simulation.learn(lambda: iter([part._replace(scale=None) for part in parts]), np.bincount(codes)).questions
+    np.testing.assert_allclose(asked.features[:, :2], plain.features[:, :2])
+    assert (asked.features[asked.event == events.NONE, 2] <= plain.features[plain.event == events.NONE, 2]).all()
+    assert (asked.features != plain.features).any()
 
 
 def test_items_are_drawn_evenly_and_bounded(monkeypatch):
@@ -225,6 +247,32 @@ def test_the_far_curve_is_conformal_over_classes():
     for rate, share in shares.items():
         assert rate - 0.06 < np.mean(share) < rate + 0.02, (rate, np.mean(share))
     assert far.at(0.03) is None, "30 classes can show 3.2 % at the least"
+
+
+def test_each_label_weighs_the_same_and_strangers_as_much_as_known_items():
+    draw = np.random.default_rng(0)
+    classes = np.repeat([0, 1, 2, 0, 1], [12, 2, 1, 3, 1])  # known from 15 on
+    event = np.r_[np.full(15, events.NONE), draw.integers(0, 2, 4)]
+    asked = simulation.Questions(draw.normal(size=(19, 4)), event, classes)
+    weight = np.repeat(19 / 2 * np.array([1 / 36, 1 / 6, 1 / 3, 1 / 6, 1 / 2]), [12, 2, 1, 3, 1])
+    x = np.c_[np.ones(19), asked.features]
+    found = _fitted(x, asked, np.ones(19, bool))
+    np.testing.assert_allclose(found, events.fit_events(x, event, weight, events.DEFAULT), atol=1e-9)
+
+
+def test_strangers_are_judged_by_weights_that_have_not_seen_their_label():
+    _, codes, stream = gallery(9, 4, dim=12, seed=3)
+    recogniser, asked = fit(stream, np.bincount(codes)), simulation.learn(stream, np.bincount(codes)).questions
+    folds, score = simulation.folds_of(9, len(codes), 0), []
+    x = relative(asked.features, recogniser.strangers)
+    stranger = asked.event == events.NONE
+    for i in np.flatnonzero(stranger):
+        kept = folds[asked.classes] != folds[asked.classes[i]]
+        logits = x[i] @ _fitted(x, asked, kept)
+        score.append(logits[events.RIGHT] - logits[events.NONE])
+    far = events.far_curve(np.array(score), asked.classes[stranger])
+    np.testing.assert_allclose(recogniser.far.score, far.score, atol=1e-6)
+    np.testing.assert_allclose(recogniser.far.expected, far.expected)
 
 
 # ---- the answers

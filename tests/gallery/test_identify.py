@@ -6,9 +6,11 @@ import pytest
 from calibrations import embeddings
 from nearkin import evaluation
 from nearkin.evaluation.open_set import draws
+from nearkin.evaluation.recognition import fit
 from nearkin.gallery import Gallery, bridge_note, recognition
 from nearkin.gallery.bridge_scale import Scale
 from nearkin.gallery.schema import UNLABELLED, bridged_metadata, checksum
+from nearkin.gallery.stores import label_table, sqlite
 from nearkin.gallery.stores.sqlite import SqliteStore
 
 
@@ -130,6 +132,8 @@ def test_an_enrolled_item_is_always_known(tmp_path, world):
                 assert answer.label == world[1][i] and answer.confidence > 0.999 and answer.candidates[0].id == i + 1
         gallery.enrol(world[4][0], "someone new")
         assert gallery.identify(world[4][0]).label == "someone new", "from its first item on"
+        gallery.enrol(world[4][1], "c0")
+        assert gallery.identify(world[4][1], far=0.01).label == "c0", "unlike all others of its label"
 
 
 def test_what_is_learned_is_kept_with_the_rows_and_read_by_others(tmp_path, world):
@@ -187,6 +191,26 @@ def test_a_gallery_that_cannot_be_written_uses_what_it_has(tmp_path, world, monk
         monkeypatch.setattr(SqliteStore, "edit", full)
         answer = gallery.identify(world[2][0])
         assert answer.p_right is not None and "cannot be written" in answer.note
+
+
+def test_rows_that_are_enrolled_meanwhile_are_left_out(tmp_path, world):
+    with filled(tmp_path / "g", world) as gallery:
+        before = gallery._facts()
+        gallery.enrol(world[4][0], "c0")
+        (part,) = recognition._parts(gallery._store, before, {"c0": 0, "c1": 1}, {})
+        assert part.ids.max() < before.next_id and len(part.ids) == 12
+
+
+@pytest.mark.parametrize(("exact", "only_near"), [(180, False), (179, True)])
+def test_where_the_labels_of_the_nearest_compete_they_do_so_when_it_is_learned(
+    tmp_path, world, monkeypatch, exact, only_near
+):
+    seen = []
+    monkeypatch.setattr(recognition, "EXACT", exact)
+    monkeypatch.setattr(recognition, "fit", lambda *some, **more: seen.append(more["only_near"]) or fit(*some, **more))
+    with filled(tmp_path / "g", world) as gallery:
+        gallery.calibrate()
+    assert seen == [only_near]
 
 
 def test_unlabelled_rows_are_found_and_are_no_answer(tmp_path, world):
@@ -282,6 +306,28 @@ def test_label_sums_follow_every_change(tmp_path, world):
         assert {names[i] for i in changed} == {world[1][8], "c9", "newer"}
 
 
+def test_changes_that_are_no_longer_known_change_all(tmp_path, world, monkeypatch):
+    monkeypatch.setattr(label_table, "REMEMBERED", 2)
+    with filled(tmp_path / "g", world) as gallery:
+        gallery.calibrate()
+        gallery.identify(world[2][0])
+        learned, store = gallery._learned, gallery._store
+        sums = [store.label_table(learned.key, learned.recogniser.rows)]
+        for label in ("c3", "c4", "c5"):
+            gallery.enrol(world[4][len(sums)], label)
+            sums.append(store.label_table(learned.key, learned.recogniser.rows))
+        changed = [store.label_table(learned.key, learned.recogniser.rows, one.version).changed for one in sums]
+        assert changed[0] is None and [len(one) for one in changed[1:]] == [2, 1, 0]
+
+
+def test_labels_are_counted_in_parts(tmp_path, world, monkeypatch):
+    with filled(tmp_path / "g", world) as gallery:
+        gallery.remove([5, 6, 7, 150])
+        whole = gallery._store.stored_counts()
+        monkeypatch.setattr(sqlite, "COUNTED", 7)
+        assert gallery._store.stored_counts() == whole == gallery._store.counts() and sum(whole.values()) == 176
+
+
 def test_scores_after_changes_are_those_of_a_new_process(tmp_path, world):
     with filled(tmp_path / "g", world) as gallery, Gallery.open(tmp_path / "g") as other:
         gallery.calibrate()
@@ -318,6 +364,10 @@ def test_rows_of_an_earlier_encoder_answer_on_their_scale(tmp_path, world):
         note = bridge_note.Bridges("f" * 64, knots, {}, None, "not measured").text()
         gallery._store.edit(bridge_note.KEY, lambda _, labels_of: ({}, note))
     with Gallery.open(tmp_path / "g") as gallery:
+        number = {label: i for i, label in enumerate(sorted(set(world[1])))}
+        parts = list(recognition._parts(gallery._store, gallery._facts(), number, {"a": scale}))
+        assert sum(len(part.ids) for part in parts if part.scale == scale) == gallery._store.encoders()["a"] > 50
+        assert all(part.asked == (part.scale is None) for part in parts) and sum(len(part.ids) for part in parts) == 180
         answers = [gallery.identify(query) for query in world[2]]
         assert np.mean([a.candidates[0].label == y for a, y in zip(answers, world[3], strict=True)]) > 0.8
         assert all(answer.p_right is not None for answer in answers)

@@ -26,8 +26,8 @@ FARTHEST = 8.0  # standard deviations of strangers beyond which a feature says n
 CONFIDENCE = 0.95
 _STEPS = 50
 
-# Rows: a constant, then `FEATURES`; columns: `EVENTS`. Made by studies/identify_defaults.py from generated sets. SINGLE:
-# of a gallery of one row per label, which cannot ask itself about known items.
+# Rows: a constant, then `FEATURES`; columns: `EVENTS`. Made by studies/identify_defaults.py from generated sets.
+# SINGLE: of a gallery of one row per label, which cannot ask itself about known items.
 DEFAULT = np.array(
     [[-0.29, -0.74, 1.03], [0.52, -0.14, -0.38], [0.42, -0.36, -0.06], [-0.13, 0.08, 0.05], [-0.02, -0.05, 0.06]]
 )

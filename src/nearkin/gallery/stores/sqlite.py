@@ -5,6 +5,7 @@ processes may read while one writes; a second writer waits.
 """
 
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -48,6 +49,7 @@ SCHEMA = (
 # Every new row changes a page of the index of contents, whose hashes lie in no order. With many rows beyond memory's,
 # these pages are cached, and written back from the log after several transactions, each of them once.
 MANY = 4096  # rows of a call
+COUNTED = 16_384  # rows at a time
 CACHE_MANY, LOG_MANY = 768 << 20, 1 << 30  # bytes
 CACHE_FEW, LOG_FEW = 64 << 20, 4 << 20
 FEW_CHANGES = 1000  # kept beside one for each row
@@ -260,9 +262,19 @@ class SqliteStore:
             return rows.counts_of(labels)
 
     def stored_counts(self) -> dict[str, int]:
-        with self._snapshot() as reader:
-            counts = reader.execute("SELECT label, count(*) FROM items GROUP BY label").fetchall()
-        return {label: rows for label, rows in counts if isinstance(label, str)}
+        counts: Counter[str] = Counter()
+        last = 0
+        while True:  # searches go on in between
+            with self._snapshot() as reader:
+                some = "SELECT max(id) FROM (SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ?)"
+                until = reader.execute(some, (last, COUNTED)).fetchone()[0]
+                if until is None:
+                    return dict(counts)
+                of = "SELECT label, count(*) FROM items WHERE id > ? AND id <= ? GROUP BY label"
+                for label, rows in reader.execute(of, (last, until)):
+                    if isinstance(label, str):
+                        counts[label] += rows
+            last = until
 
     def label_table(self, key: str, project: Project, since: int | None = None) -> LabelTable | None:
         with self._refreshed() as (_, rows):
