@@ -288,7 +288,7 @@ def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
 
     T is read from the tensor, so only where that costs no synchronisation.
     """
-    if positive.numel() == 0 or not distances.freely_read(positive):
+    if not distances.freely_read(positive) or positive.numel() == 0:
         return None
     number = reduce.count_in_row(positive)
     most = int(number.max())

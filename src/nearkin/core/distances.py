@@ -29,7 +29,7 @@ def upcast(x: Tensor) -> Tensor:
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     bound = torch.finfo(x.dtype).max ** (1 / 3)
-    if x.numel() and freely_read(x):  # the common case: nothing to clamp
+    if freely_read(x) and x.numel():  # the common case: nothing to clamp
         low, high = torch.aminmax(x.detach())
         if -bound <= float(low) and float(high) <= bound:
             return x

@@ -133,7 +133,7 @@ def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:
 
     "mean" over all of them, "active" over those above 0, "sum", or "none": one value per anchor, the sum of its terms.
     """
-    if reduction == "mean" and values.numel() and distances.freely_read(mask) and bool(mask.all()):
+    if reduction == "mean" and distances.freely_read(mask) and values.numel() and bool(mask.all()):
         return values.mean()  # the common case: nothing is masked out
     if reduction == "active":
         mask = mask & ~(values <= 0)  # a NaN is never inactive
@@ -161,7 +161,7 @@ def taint(*tensors: Tensor | None) -> Tensor | float:
 
 
 def _taint(x: Tensor) -> Tensor | float:
-    if x.numel() and distances.freely_read(x):
+    if distances.freely_read(x) and x.numel():
         low, high = torch.aminmax(x)  # NaN is both
         return float(low) * 0.0 + float(high) * 0.0
     return (x * 0).sum(dtype=torch.float32)

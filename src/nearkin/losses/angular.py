@@ -1,5 +1,7 @@
 """Class softmax with a margin: by cosine (CosFace), by angle (ArcFace), by a multiple of the angle (SphereFace)."""
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 import math
 from contextlib import suppress
 from functools import partial
