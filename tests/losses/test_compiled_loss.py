@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from nearkin import losses
+from nearkin import losses, memory
 
 
 def batch(rows=16):
@@ -85,3 +85,24 @@ def test_a_bad_batch_is_refused_in_the_same_words(counter):
     loss.compile(backend=counter)
     with pytest.raises(ValueError, match="labels must have one entry per row of embeddings: 16 rows, 3 labels"):
         loss(batch()[0], torch.arange(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SupConLoss", "TripletLoss", "SigmoidLoss"])
+def test_inside_a_memory_and_of_several_lengths(name):
+    """What goes around a compiled loss gets the same numbers as around an uncompiled one."""
+    torch._dynamo.reset()
+    (x, labels), make = batch(24), getattr(losses, name)
+    for around in (lambda loss: memory.CrossBatchMemory(loss, 16, 8), lambda loss: losses.MatryoshkaLoss(loss, [8, 4])):
+        plain, compiled = make(), make()
+        compiled.compile(backend="aot_eager")
+        ours, theirs = around(compiled), around(plain)
+        for step in range(2):
+            sides = []
+            for loss in (ours, theirs):
+                y = (x.detach() + step).requires_grad_()
+                value = loss(y, labels)
+                sides.append([value, *torch.autograd.grad(value, [y, *loss.parameters()])])
+            for a, b in zip(*sides, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert compiled._compiled_call_impl is not None
