@@ -88,6 +88,7 @@ def test_a_bad_batch_is_refused_in_the_same_words(counter):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about tensors that are no leaves
 @pytest.mark.parametrize("name", ["SupConLoss", "TripletLoss", "SigmoidLoss"])
 def test_inside_a_memory_and_of_several_lengths(name):
     """What goes around a compiled loss gets the same numbers as around an uncompiled one."""
