@@ -179,3 +179,14 @@ def test_strict_is_a_switch_and_a_block():
     assert checks._strict
     nearkin.strict(False)
     assert not checks._strict
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e13, 1e30, 3e38])
+def test_a_unit_row_keeps_its_direction_whatever_its_length(kind, size):
+    x = (torch.randn(8, 4, dtype=torch.float64).clamp(-1, 1) * size).to(kind).requires_grad_()
+    wanted = x.detach().double() / x.detach().double().norm(dim=1, keepdim=True)
+    rows = distances.unit(x)
+    assert float((rows.double() - wanted).abs().max()) < 1e-6
+    rows.sum().backward()
+    assert bool(x.grad.isfinite().all())

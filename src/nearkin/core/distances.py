@@ -193,14 +193,20 @@ def _wide_rows(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
 def units(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows of length 1 in type `kind`, and 1 / their lengths (B, 1); both 0 if too short for a finite gradient."""
     if traced():
-        x = upcast(x)
+        x = _unclamped(x)
         exact = x.to(wide(x))
         squared = (exact * exact).sum(1, keepdim=True)
         alive = squared > _least(x.dtype)
         inverse = torch.where(alive, torch.where(alive, squared, 1.0).rsqrt(), 0.0)
         return (exact * inverse).to(kind), inverse.detach()
-    result: tuple[Tensor, Tensor] = _Units.call(upcast(x), kind)
+    result: tuple[Tensor, Tensor] = _Units.call(_unclamped(x), kind)
     return result
+
+
+def _unclamped(x: Tensor) -> Tensor:
+    """`upcast` of rows whose squares are summed in the wide type: those of a narrow one stay finite there."""
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x if x.dtype != wide(x) else upcast(x)
 
 
 def _least(kind: torch.dtype) -> float:

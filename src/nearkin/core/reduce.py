@@ -30,11 +30,10 @@ def logsumexp(values: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
     if values.shape[dim] == 0:
         return values.sum(dim) + log_zero(values)
     masked = torch.where(mask, values, -torch.inf)
-    top = masked.detach().amax(dim, keepdim=True)
-    any_entry = top != -torch.inf
-    top = torch.where(any_entry, top, 0.0)
-    total = torch.where(any_entry, (masked - top).exp().sum(dim, keepdim=True), 1.0)
-    return torch.where(any_entry, total.log() + top, log_zero(values)).squeeze(dim)
+    top = masked.detach().amax(dim, keepdim=True).clamp(min=log_zero(values))
+    # At least 1 where there is an entry; 0 where there is none, whose logarithm vanishes beside `top`.
+    total = (masked - top).exp().sum(dim, keepdim=True).clamp(min=0.5)
+    return (total.log() + top).squeeze(dim)
 
 
 def hinges(
@@ -151,13 +150,16 @@ def total(sums: Tensor, counts: Tensor, active: Tensor, reduction: str) -> Tenso
         return sums
     if reduction == "sum":
         return sums.sum()
-    terms = (counts if reduction == "mean" else active).sum()
+    if reduction == "mean":
+        return sums.sum() / counts.sum().clamp(min=1)  # without terms their sum is 0
+    terms = active.sum()
     return torch.where(terms > 0, sums.sum() / terms.clamp(min=1), 0.0)
 
 
 def taint(*tensors: Tensor | None) -> Tensor | float:
     """0, or NaN if one of the tensors has NaN or Inf: added to a loss last, so that no mask can hide it."""
-    return sum(_taint(x.detach()) for x in tensors if x is not None)
+    taints = [_taint(x.detach()) for x in tensors if x is not None]
+    return sum(taints[1:], start=taints[0]) if taints else 0.0
 
 
 def _taint(x: Tensor) -> Tensor | float:

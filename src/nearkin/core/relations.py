@@ -84,4 +84,5 @@ def _plain(labels: Labels, references: Tensor | None, reference_labels: Labels |
     if distances.freely_read(ids) and not bool((ids == UNKNOWN).any() or (other == UNKNOWN).any()):
         return Relation(same, ~same)  # the common case: every class is known
     known = (ids != UNKNOWN)[:, None] & (other != UNKNOWN)[None, :]
-    return Relation(same & known, ~same & known)
+    positive = same & known
+    return Relation(positive, known ^ positive)

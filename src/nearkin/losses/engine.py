@@ -126,7 +126,8 @@ class Call:
         has learned in them. how: `all_rows`, `draws` and `generator`, as `blockwise.run` takes them.
         """
         if self.reduction == "none" or how.get("draws") or self.fits():
-            return self.total(*self.run(rows, *per_anchor, **how)) + self.taint_of(*per_anchor)
+            value = self.total(*self.run(rows, *per_anchor, **how))
+            return value + self.taint_of(*per_anchor) if per_anchor else value
         function = self._function(rows)
 
         def summed(*arguments: Any) -> tuple[Tensor, ...]:
@@ -142,7 +143,8 @@ class Call:
             graded=self.loss.graded,
             all_rows=how.get("all_rows"),
         )
-        return reduce.total(sums, counts, active, self.reduction) + self.taint() + self.taint_of(*per_anchor)
+        value = reduce.total(sums, counts, active, self.reduction) + self.taint()
+        return value + self.taint_of(*per_anchor) if per_anchor else value
 
     def total(self, *costs: Tensor) -> Tensor:
         """The loss from the costs of each anchor."""

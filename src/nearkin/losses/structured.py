@@ -211,8 +211,10 @@ class NPairLoss(PairLoss):
         value = torch.where(counts, value, 0.0)
         if self.length_weight:
             compared = used.clone()  # the pass for the gradient writes to the other
-            size = (compared * _size(other)).sum() / compared.sum().clamp(min=1)  # mean square of these references
-            value = torch.where(counts, value + self.length_weight / 4 * (_size(x) + size), 0.0)
+            own = _size(x)
+            sizes = own if references is None else _size(references)
+            size = (compared * sizes).sum() / compared.sum().clamp(min=1)  # mean square of these references
+            value = torch.where(counts, value + self.length_weight / 4 * (own + size), 0.0)
         return reduce.terms(value, counts, self.reduction) + taint
 
 
