@@ -71,7 +71,7 @@ def all_pairs(distance: Tensor, relation: Relation) -> Pairs:
 
 def hard(distance: Tensor, relation: Relation) -> Triplets:
     """Every positive with the nearest negative of its anchor."""
-    _, index = reduce.largest(-distance.detach(), relation.negative)
+    index = reduce.argmax(-distance.detach(), relation.negative)
     return _every_positive(distance, index[:, None].expand_as(distance), relation)
 
 
@@ -98,8 +98,8 @@ def semihard(distance: Tensor, relation: Relation, *, fallback: str = "farthest"
 def batch_hard(distance: Tensor, relation: Relation) -> Triplets:
     """One triplet per anchor: its farthest positive and its nearest negative (Hermans et al. 2017, eq. 5)."""
     distance = distance.detach()
-    _, positive = reduce.largest(distance, relation.positive)
-    _, negative = reduce.largest(-distance, relation.negative)
+    positive = reduce.argmax(distance, relation.positive)
+    negative = reduce.argmax(-distance, relation.negative)
     return Triplets(positive[:, None], negative[:, None], _has_both(relation))
 
 
@@ -113,10 +113,10 @@ def easy_positive(
     checks.one_of("negative", negative, ("semihard", "hard"))
     checks.one_of("fallback", fallback, FALLBACKS)
     distance = distance.detach()
-    positive = reduce.largest(-distance, relation.positive)[1][:, None]
+    positive = reduce.argmax(-distance, relation.positive)[:, None]
     if negative == "semihard":
         return _semihard_of(distance, relation, positive, reduce.any_in_row(relation.positive, keepdim=True), fallback)
-    _, chosen = reduce.largest(-distance, relation.negative)
+    chosen = reduce.argmax(-distance, relation.negative)
     return Triplets(positive, chosen[:, None], _has_both(relation))
 
 
@@ -305,12 +305,12 @@ def _semihard_of(distance: Tensor, relation: Relation, positive: Tensor, valid: 
     nearest, farther = [], []
     for column in torch.split(positive, 1, 1):
         beyond = relation.negative & (distance > pick(distance, column))
-        nearest.append(reduce.largest(-distance, beyond)[1])
+        nearest.append(reduce.argmax(-distance, beyond))
         farther.append(reduce.any_in_row(beyond))
     chosen, semihard = torch.stack(nearest, 1), torch.stack(farther, 1)
     if fallback == "skip":
         return Triplets(positive, chosen, valid & semihard)
-    _, other = reduce.largest(distance if fallback == "farthest" else -distance, relation.negative)
+    other = reduce.argmax(distance if fallback == "farthest" else -distance, relation.negative)
     chosen = torch.where(semihard, chosen, other[:, None])
     return Triplets(positive, chosen, valid & reduce.any_in_row(relation.negative, keepdim=True))
 

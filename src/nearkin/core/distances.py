@@ -5,7 +5,7 @@ are clamped to the cube root of the type's largest number (7e12 in float32), so 
 with itself every matrix is symmetric to the bit and distances are 0 on the diagonal, however a machine rounds products.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from torch import Tensor
 from nearkin.core import checks, devices, near, symmetric
 from nearkin.core.autograd import HandGradient, device_type, traced
 
-__all__ = ["cosine", "dot", "euclidean", "freely_read", "length", "picked", "squared_euclidean"]
-__all__ += ["unit", "unit_rows", "unit_slope", "units", "upcast", "wide"]
+__all__ = ["WideRows", "between", "cosine", "dot", "euclidean", "freely_read", "length", "picked", "squared_euclidean"]
+__all__ += ["unit", "unit_rows", "unit_slope", "units", "upcast", "wide", "wide_rows"]
 
 _EPS = torch.finfo(torch.float64).eps
 
@@ -66,33 +66,49 @@ def cosine(x: Tensor, references: Tensor | None = None) -> Tensor:
 
 def squared_euclidean(x: Tensor, references: Tensor | None = None, *, normalize: bool = False) -> Tensor:
     """||x_i - r_j||^2, (B, R), of unit rows with `normalize`; exactly 0 on the diagonal and between duplicates."""
-    return _distances(x, references, normalize, False)
+    return between(wide_rows(x, references, normalize), root=False)
 
 
 def euclidean(x: Tensor, references: Tensor | None = None, *, normalize: bool = False) -> Tensor:
     """||x_i - r_j||, (B, R), of unit rows with `normalize`; where it is 0 its gradient is 0."""
-    return _distances(x, references, normalize, True)
+    return between(wide_rows(x, references, normalize), root=True)
 
 
-def picked(x: Tensor, references: Tensor | None, columns: Tensor, *, normalize: bool, root: bool) -> Tensor:
+class WideRows(NamedTuple):
+    """Anchors and references in the wide type, their squared lengths (B, 1), and the type of their distances."""
+
+    anchors: Tensor
+    squares: Tensor
+    references: Tensor | None
+    reference_squares: Tensor | None
+    normalized: bool
+    kind: torch.dtype
+
+
+def wide_rows(x: Tensor, references: Tensor | None, normalize: bool) -> WideRows:
+    """The rows that distances are taken of, made once for several uses."""
+    a, left = _wide_rows(x, normalize)
+    b, right = (None, None) if references is None else _wide_rows(references, normalize)
+    return WideRows(a, left, b, right, normalize, _result_type(x, references))
+
+
+def picked(rows: WideRows, columns: Tensor, *, root: bool) -> Tensor:
     """Euclidean distances to (B, T) columns of the references, or their squares, by differences: nothing (B, R)."""
-    a = _wide_rows(x, normalize)[0]
-    r = a if references is None else _wide_rows(references, normalize)[0]
-    squared = (a[:, None, :] - r[columns]).square().sum(2)
+    others = rows.anchors if rows.references is None else rows.references
+    squared = (rows.anchors[:, None, :] - others[columns]).square().sum(2)
     if root:
         apart = squared > 0
         squared = torch.where(apart, torch.where(apart, squared, 1.0).sqrt(), 0.0)
-    return squared.to(_result_type(x, references))
+    return squared.to(rows.kind)
 
 
-def _distances(x: Tensor, references: Tensor | None, normalize: bool, root: bool) -> Tensor:
-    a, left = _wide_rows(x, normalize)
-    b, right = (None, None) if references is None else _wide_rows(references, normalize)
-    kind = _result_type(x, references)
+def between(rows: WideRows, *, root: bool) -> Tensor:
+    """Euclidean distances of all anchors and references, (B, R), or their squares."""
+    a, left, b, right, normalized, kind = rows
     if traced():
-        return _plain_distances(a, b, left, normalize, root, kind)
+        return _plain_distances(a, b, left, normalized, root, kind)
     narrow = kind == torch.float32 and near.serves(a)
-    result: Tensor = _Distances.call(a, b, left, right, normalize, root, kind, narrow)
+    result: Tensor = _Distances.call(a, b, left, right, normalized, root, kind, narrow)
     return result
 
 

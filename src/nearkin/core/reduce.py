@@ -9,7 +9,17 @@ from torch.nn.functional import logsigmoid
 from nearkin.core import checks, distances
 from nearkin.core.autograd import HandGradient, traced
 
-__all__ = ["REDUCTIONS", "any_in_row", "count_in_row", "highest", "hinges", "largest", "log_zero", "logsumexp"]
+__all__ = [
+    "REDUCTIONS",
+    "any_in_row",
+    "argmax",
+    "count_in_row",
+    "highest",
+    "hinges",
+    "largest",
+    "log_zero",
+    "logsumexp",
+]
 __all__ += ["mean", "softplus", "taint", "terms", "total"]
 
 REDUCTIONS = ("mean", "active", "sum", "none")
@@ -125,6 +135,13 @@ def largest(values: Tensor, mask: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]
     any_entry = masked.gather(dim, index).squeeze(dim) != -torch.inf
     best = values.gather(dim, index).squeeze(dim)
     return torch.where(any_entry, best, log_zero(values)), index.squeeze(dim)
+
+
+def argmax(values: Tensor, mask: Tensor) -> Tensor:
+    """The index of the largest masked entry of each row, (B,), the first of equals; 0 if there is none."""
+    if values.shape[1] == 0:
+        return torch.zeros(values.shape[0], dtype=torch.long, device=values.device)
+    return torch.where(mask, values.detach(), -torch.inf).argmax(1)
 
 
 def terms(values: Tensor, mask: Tensor, reduction: str) -> Tensor:

@@ -35,6 +35,7 @@ class Rows:
     def __init__(self, x: Tensor, references: Tensor | None, related: Any, measure: str, normalize: bool) -> None:
         self.x, self.references, self.related = x, references, related
         self.measure, self.normalize = measure, normalize
+        self._wide: distances.WideRows | None = None
 
     @property
     def relation(self) -> Relation:
@@ -63,7 +64,13 @@ class Rows:
 
     def pick(self, columns: Tensor, measure: str) -> Tensor:
         """The "distance" or "squared" one to (b, T) columns of the references, by differences of the rows."""
-        return distances.picked(self.x, self.references, columns, normalize=self.normalize, root=measure == "distance")
+        return distances.picked(self.wide(), columns, root=measure == "distance")
+
+    def wide(self) -> distances.WideRows:
+        """Anchors and references as distances are taken of them."""
+        if self._wide is None:
+            self._wide = distances.wide_rows(self.x, self.references, self.normalize)
+        return self._wide
 
     def all(self, measure: str | None = None) -> Tensor:
         """The measure of every pair, (b, R): the loss's own, or another one of `MEASURES`."""
@@ -73,9 +80,9 @@ class Rows:
             case "dot":
                 return distances.dot(self.x, self.references)
             case "distance":
-                return distances.euclidean(self.x, self.references, normalize=self.normalize)
+                return distances.between(self.wide(), root=True)
             case "squared":
-                return distances.squared_euclidean(self.x, self.references, normalize=self.normalize)
+                return distances.between(self.wide(), root=False)
             case unknown:
                 raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {unknown!r}")
 

@@ -119,11 +119,11 @@ def _rivals(call: Call, own: Tensor, squared: bool, normalize: bool) -> _Rivals:
 
     def rows(rows: Rows) -> tuple[Tensor, ...]:
         distance = rows.all("distance")  # (R, B)
-        _, first = reduce.largest(-distance, rows.negative)
+        first = reduce.argmax(-distance, rows.negative)
         if not distance.shape[1]:
             return first, first, first > 0, first > 0  # none
         beyond = rows.negative & (own[None, :] != own[first][:, None])
-        _, second = reduce.largest(-distance, beyond)
+        second = reduce.argmax(-distance, beyond)
         return first, second, reduce.any_in_row(rows.negative), reduce.any_in_row(beyond)
 
     with torch.no_grad():
