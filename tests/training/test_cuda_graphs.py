@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import graph_runs
+from nearkin.losses.engine import PairLoss
 from nearkin.training import step, trainer
 from nearkin.training.checkpoint import state as checkpoint_state
 from nearkin.training.config.registry import LOSSES
@@ -223,3 +224,30 @@ def test_fused_sgd_takes_weights_that_learn_later():
             optimizer.zero_grad()
         ends[fused] = torch.stack(weights).tolist()
     assert ends[True] == ends[False]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about tensors that are no leaves
+@pytest.mark.parametrize("sets", [[], ["memory.size=32"], ["loss.matryoshka=[8,4]"], ["loss.name=arcface"]], ids=str)
+def test_where_a_step_is_no_graph_the_pair_loss_is_compiled_and_named(sets, sources, monkeypatch):
+    """On a GPU, as far as a CPU shows it: with a backend that only traces."""
+    asked = []
+
+    def compile(self, *how, **options):
+        asked.append(type(self).__name__)
+        engine_compile(self, backend="aot_eager")
+
+    engine_compile = PairLoss.compile
+    wanted = graph_runs.advance(trainer_of(sources, sets, graphs=False), 3)
+    monkeypatch.setattr(PairLoss, "compile", compile)
+    monkeypatch.setattr(trainer.Trainer, "compiles_loss", property(lambda self: self.graphed_step is None))
+    torch._dynamo.reset()
+    made = trainer_of(sources, sets, graphs=False)
+    pair = "loss.name=arcface" not in sets
+    assert asked == (["SupConLoss"] if pair else [])
+    assert ("a step is no CUDA graph, so the loss is compiled: SupConLoss" in made.notes) == pair
+    for a, b in zip(graph_runs.advance(made, 3), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_deterministic_or_cpu_run_compiles_nothing(sources):
+    assert trainer_of(sources, [], graphs=False).compiles_loss is False
