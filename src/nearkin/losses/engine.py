@@ -60,7 +60,7 @@ class Rows:
     def few(self, columns: Tensor) -> bool:
         """Whether picking (b, T) columns of the references takes less than the matrix of all."""
         number = (self.x if self.references is None else self.references).shape[0]
-        return columns.shape[1] < number and columns.shape[1] * self.x.shape[1] <= 2 * number
+        return columns.shape[1] < number and columns.shape[1] * self.x.shape[1] <= number
 
     def pick(self, columns: Tensor, measure: str) -> Tensor:
         """The "distance" or "squared" one to (b, T) columns of the references, by differences of the rows."""
