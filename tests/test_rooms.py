@@ -137,7 +137,6 @@ def test_help_of_a_loss_class_has_its_formula_and_settings(name):
 
 # float(), int() and bool() of a tensor wait for its device. These are of Python values.
 OF_PYTHON_VALUES = {
-    "engine.py: bool(getattr(self.loss, 'normalize', False))",
     "engine.py: float(value)",  # a setting's
     "pairs.py: float(beta)",
     "pairs.py: float(self.__dict__.pop(name))",

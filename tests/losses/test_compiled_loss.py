@@ -107,3 +107,15 @@ def test_inside_a_memory_and_of_several_lengths(name):
             for a, b in zip(*sides, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert compiled._compiled_call_impl is not None
+
+
+def test_hooks_run_whenever_they_were_added(counter):
+    loss, (x, labels), seen = losses.SupConLoss(), batch(), []
+    loss.compile(backend=counter)
+    equal(loss, x, labels)
+    handle = loss.register_forward_hook(lambda module, inputs, value: seen.append(float(value.detach())))
+    value = loss(x, labels)
+    assert seen == [float(value.detach())]
+    handle.remove()
+    equal(loss, x, labels)
+    assert counter.frame_count == 1

@@ -245,6 +245,8 @@ def test_a_misspelt_setting_is_refused_and_an_attribute_of_your_own_is_not(name)
 def test_a_setting_of_another_loss_is_refused():
     with pytest.raises(AttributeError, match=r'unknown setting "margin"; known: temperature, reduction, max_memory$'):
         losses.SupConLoss().margin = 0.3
+    with pytest.raises(AttributeError, match='unknown setting "temperature"; known: num_classes'):
+        losses.ArcFaceLoss(3, 2).temperature = 0.3
     losses.SupConLoss().start = 12.5  # of SphereFaceLoss alone: an attribute of your own
 
 

@@ -101,31 +101,26 @@ class _Summed(HandGradient):
 
     @staticmethod
     def forward(ctx: Any, part: Any, size: int, alone: bool, extras: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        wanted = [t is not None and t.requires_grad for t in inputs]
-        slopes = [torch.zeros_like(t) if want else None for t, want in zip(inputs, wanted, strict=True)]
+        slopes = [torch.zeros_like(t) if t is not None and t.requires_grad else None for t in inputs]
         anchors, references, *others = inputs
-        extra, learned = others[:extras], others[extras:]
+        learned, by_row, slopes_by_row = others[extras:], (anchors, *others[:extras]), (slopes[0], *slopes[2:][:extras])
+        everyone, slope_of_everyone = (anchors, slopes[0]) if alone else (references, slopes[1])
         totals: list[Tensor] = []
         for start in range(0, anchors.shape[0], size):
             rows = slice(start, start + size)
-            leaves = [_leaf(anchors[rows], wanted[0])]
-            whole = _leaf(anchors if alone else references, wanted[0] if alone else wanted[1])
-            slices = [_leaf(t[rows], want) for t, want in zip(extra, wanted[2:], strict=False)]
+            whole = _leaf(everyone, slope_of_everyone)
+            pieces = [_leaf(t[rows], slope) for t, slope in zip(by_row, slopes_by_row, strict=True)]
+            own = (slope if slope is None else slope[rows] for slope in slopes_by_row)
+            targets = [slope_of_everyone, *own, *slopes[2 + extras :]]
+            pulled = [(x, t) for x, t in zip([whole, *pieces, *learned], targets, strict=True) if t is not None]
             with torch.enable_grad():
-                sums = [value.sum() for value in part(start, whole, *leaves, *slices)]
-                sources = [*leaves, whole, *slices, *learned]
-                chosen = [t for t in sources if t.requires_grad]
+                sums = [value.sum() for value in part(start, whole, *pieces)]
+            if sums[0].requires_grad:
                 with torch.autocast(device_type(anchors), enabled=False):  # as in a backward pass
-                    grads = torch.autograd.grad(sums[0], chosen, allow_unused=True) if sums[0].requires_grad else ()
-                found = iter(grads)
-            places = [0, 0 if alone else 1, *range(2, 2 + len(slices)), *range(2 + extras, len(inputs))]
-            for place, source in zip(places, sources, strict=True):
-                slope = next(found, None) if source.requires_grad else None
-                target = slopes[place]
-                if slope is None or target is None:
-                    continue
-                by_row = source is leaves[0] or any(source is t for t in slices)
-                (target[rows] if by_row else target).add_(slope)
+                    found = torch.autograd.grad(sums[0], [x for x, _ in pulled], allow_unused=True)
+                for (_, target), slope in zip(pulled, found, strict=True):
+                    if slope is not None:
+                        target.add_(slope)
             sums = [total.detach() for total in sums]
             totals = sums if not totals else [a + b for a, b in zip(totals, sums, strict=True)]
         ctx.again = part, size, alone, extras
@@ -159,8 +154,9 @@ class _Summed(HandGradient):
         return *(None,) * 4, *(None if target is None else next(found) for target in slopes)
 
 
-def _leaf(x: Tensor, wanted: bool) -> Tensor:
-    return x.detach().requires_grad_(wanted)
+def _leaf(x: Tensor, slope: Tensor | None) -> Tensor:
+    """The tensor as the start of a graph, if a gradient by it is wanted."""
+    return x.detach().requires_grad_(slope is not None)
 
 
 def _parts(rows: Rows, batch: Batch, graded: bool) -> tuple[Callable[..., tuple[Tensor, ...]], Tensor, Tensor]:

@@ -228,7 +228,7 @@ class CosFaceLoss(LossModule, function=cosface_loss):
         self.reduction, self.sample_rate, self.impl, self.max_memory = reduction, sample_rate, impl, max_memory
         self.finish_init()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
         return cosface_loss(embeddings, labels, weight, shard=shard, **self.arguments())
@@ -269,7 +269,7 @@ class ArcFaceLoss(LossModule, function=arcface_loss):
         self.sample_rate, self.impl, self.max_memory = sample_rate, impl, max_memory
         self.finish_init()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard, self.sub_centers)
         return arcface_loss(embeddings, labels, weight, shard=shard, **self.arguments())
@@ -325,7 +325,7 @@ class SphereFaceLoss(LossModule, function=sphereface_loss):
     def _annealing(self, steps: Tensor) -> Tensor:
         return (self.start / (1 + self.decay * steps.to(distances.wide(steps)))).clamp(min=self.floor)
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         steps, weight, settings = self.steps, self.weight, self.arguments()
         call = ClassCall(embeddings, labels, weight, self.reduction, self.impl, self.max_memory, shard)

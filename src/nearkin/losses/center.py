@@ -117,7 +117,7 @@ class CenterLoss(LossModule, function=center_loss):
         checks.at_least("alpha", self.alpha, 0)
         super().check_settings()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         if self.training:
             refuse_transforms("CenterLoss")
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])

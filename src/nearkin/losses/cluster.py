@@ -188,7 +188,7 @@ class FacilityLocationLoss(LossModule, function=facility_location_loss):
     def gamma(self, start: float) -> None:
         self._gamma = start
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         refuse_transforms("FacilityLocationLoss", "searches step by step", "call it in a loop")
         value, clustering = _solve(embeddings, labels, self.gamma, **self.arguments())
         self.medoids, self.assignment = clustering.chosen, clustering.assignment

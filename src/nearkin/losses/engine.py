@@ -104,7 +104,7 @@ class Call:
 
     @property
     def max_memory(self) -> int | None:
-        return getattr(self.loss, "max_memory", None)
+        return self.loss.max_memory
 
     @property
     def alone(self) -> bool:
@@ -177,8 +177,7 @@ class Call:
 
     def _function(self, rows: Callable[..., Any]) -> blockwise.Rows:
         def of_rows(x: Tensor, references: Tensor | None, related: Any, *per_anchor: Tensor) -> Any:
-            measure, normalize = self.loss.measure, bool(getattr(self.loss, "normalize", False))
-            return rows(Rows(x, references, related, measure, normalize), *per_anchor)
+            return rows(Rows(x, references, related, self.loss.measure, self.loss.normalize), *per_anchor)
 
         return of_rows
 
@@ -187,6 +186,7 @@ class PairLoss(Loss):
     """A loss of anchors × references. `rows` is its formula; everything else is the engine's."""
 
     measure = "cosine"  # of a pair, what `Rows.all` gives
+    normalize = False  # whether distances are of rows scaled to length 1
     graded = False  # labels are real-valued targets
 
     reduction: str = setting(
@@ -206,17 +206,17 @@ class PairLoss(Loss):
 
         Numbers that change from call to call, as a scheduled temperature, and other sizes of batches compile it anew
         once, not each time; losses of one class share what was compiled where only their numbers differ. Where no
-        compiler is, or it fails, the loss goes on uncompiled, with a warning that names the reason.
+        compiler is, or it fails, the loss goes on uncompiled, with a warning that names the reason. A loss that has
+        hooks runs uncompiled, with them.
         """
-        if self._forward_hooks or self._forward_pre_hooks:
-            super().compile(*how, **options)
-            return
-        names = [name for name, value in self.settings.items() if not isinstance(value, float)]
         kind: Any = type(self)
-        forward = _own_code(kind, tuple((name, str(self.settings[name])) for name in names))
+        apart = tuple((name, str(value)) for name, value in self.settings.items() if not isinstance(value, float))
+        forward = _own_code(kind, apart)
         compiled = torch.compile(MethodType(forward, self), *how, **options)
 
-        def call(*arguments: Any, **named: Any) -> Tensor:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
+                return self._call_impl(*arguments, **named)  # type: ignore[no-untyped-call]
             try:
                 result: Tensor = compiled(*arguments, **named)
                 return result

@@ -1,13 +1,12 @@
 """The parent of the losses over class weights: settings are attributes, checked when they are set.
 
 A loss class writes its `__init__` out in full, sets each argument as an attribute of the same name and ends with
-`finish_init()`. `class SupConLoss(LossModule, function=supcon_loss)` names the function that computes it; the settings
-that the function takes by keyword are handed to it in every call.
+`finish_init()`. `class ArcFaceLoss(LossModule, function=arcface_loss)` names the function that computes it; its
+`forward` hands it the settings that the function takes by keyword.
 """
 
 import difflib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -15,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from nearkin.core.relations import Labels
 from nearkin.losses import class_sampling
 from nearkin.losses.class_shards import Shard
+from nearkin.losses.settings import count, shared
 
 __all__ = ["LossModule"]
 
@@ -26,7 +25,6 @@ _PER_CLASS = ("sub_centers", "proxies_per_class", "centers_per_class")
 _FIXED = ("num_classes", "dim", "shard", *_PER_CLASS)
 # Choices left open are not shown.
 _UNSET = {"impl": "auto", "max_memory": None, "sample_rate": 1.0, "shard": None}
-_classes_with: Counter[str] = Counter()  # how many loss classes have a setting of this name
 
 
 class LossModule(nn.Module):
@@ -35,7 +33,6 @@ class LossModule(nn.Module):
     lr_scale = 1.0
     along_dim: tuple[str, ...] | None = None  # tensors whose last axis is the embedding's; None: all with two axes
     reads_length = False  # the margin depends on the embedding's length: scaled to 1 it would have no effect
-    takes_batch_first = True  # reference_labels may be a `BatchFirst`, as `CrossBatchMemory` gives them
     function: ClassVar[Callable[..., Tensor]]
     _settings: ClassVar[tuple[str, ...]] = ()  # arguments of __init__
     _by_keyword: ClassVar[tuple[str, ...]] = ()  # those that the function takes too
@@ -55,7 +52,7 @@ class LossModule(nn.Module):
         cls._by_keyword = tuple(name for name in cls._settings if name in keywords)
         required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
         cls._learned = tuple(required[2:])
-        _classes_with.update(cls._settings)
+        count(cls, cls._settings)
 
     def finish_init(self) -> None:
         """Checks the settings; from now on a change of one is checked too."""
@@ -84,15 +81,6 @@ class LossModule(nn.Module):
         """The settings that the function takes, as they are now, without choices left open. To change one, set it."""
         arguments = {name: getattr(self, name) for name in self._by_keyword}
         return MappingProxyType({k: v for k, v in arguments.items() if k not in _UNSET or v != _UNSET[k]})
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Labels,
-        references: Tensor | None = None,
-        reference_labels: Labels | None = None,
-    ) -> Tensor:
-        return type(self).function(embeddings, labels, references, reference_labels, **self.arguments())
 
     def extra_repr(self) -> str:
         """Every setting, as `print(module)` shows them; of a schedule the value at its start."""
@@ -128,6 +116,6 @@ class LossModule(nn.Module):
         if name.startswith("_") or hasattr(self, name) or "function" not in type(self).__dict__:
             return
         near = difflib.get_close_matches(name, self._settings, 1, 0.8)
-        if near or _classes_with[name] > 1:  # of other losses, as margin or temperature
+        if near or shared(name):  # of other losses, as margin or temperature
             hint = f'; did you mean "{near[0]}"?' if near else ";"
             raise AttributeError(f'unknown setting "{name}"{hint} known: {", ".join(self._settings)}')

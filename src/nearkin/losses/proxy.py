@@ -250,7 +250,7 @@ class ProxyNCALoss(LossModule, function=proxy_nca_loss):
         self.impl, self.max_memory = impl, max_memory
         self.finish_init()
 
-    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Labels) -> Tensor:
         any_relation = self.assignment == "dynamic"
         embeddings, labels, shard = class_shards.gather_batch(
             self.shard, embeddings, labels, self.proxies.shape[1], any_relation
@@ -293,7 +293,7 @@ class ProxyAnchorLoss(LossModule, function=proxy_anchor_loss):
         self.impl, self.max_memory = impl, max_memory
         self.finish_init()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.proxies.shape[1])
         return proxy_anchor_loss(embeddings, labels, self.proxies, shard=shard, **self.arguments())
 

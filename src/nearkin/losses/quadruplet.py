@@ -115,7 +115,7 @@ def _classes(labels: Labels) -> Tensor:
 
 
 def _rivals(call: Call, own: Tensor, squared: bool, normalize: bool) -> _Rivals:
-    batch, swapped = call.batch, blockwise.transposed(call.batch)
+    swapped = blockwise.transposed(call.batch)
 
     def rows(rows: Rows) -> tuple[Tensor, ...]:
         distance = rows.all("distance")  # (R, B)
@@ -131,18 +131,6 @@ def _rivals(call: Call, own: Tensor, squared: bool, normalize: bool) -> _Rivals:
     if not own.shape[0]:
         gap = swapped.embeddings.sum() + torch.zeros_like(has_first, dtype=swapped.embeddings.dtype)
         return _Rivals(gap, gap, first, has_first, has_second)
-    anchors, references = _wide(batch.embeddings, normalize), _wide(swapped.embeddings, normalize)
-    kind = torch.promote_types(torch.promote_types(batch.embeddings.dtype, swapped.embeddings.dtype), torch.float32)
-
-    def gap_to(nearest: Tensor) -> Tensor:
-        gap = (anchors[nearest] - references).square().sum(1)
-        if not squared:
-            gap = torch.where(gap > 0, torch.where(gap > 0, gap, 1.0).sqrt(), 0.0)
-        return gap.to(kind)
-
-    return _Rivals(gap_to(first), gap_to(second), own[first], has_first, has_second)
-
-
-def _wide(x: Tensor, normalize: bool) -> Tensor:
-    """Rows in the widest type of the device, in which their differences keep their digits."""
-    return distances.units(x, distances.wide(x))[0] if normalize else distances.upcast(x).to(distances.wide(x))
+    wide = distances.wide_rows(swapped.embeddings, swapped.references, normalize)
+    gaps = distances.picked(wide, torch.stack([first, second], 1), root=not squared)
+    return _Rivals(gaps[:, 0], gaps[:, 1], own[first], has_first, has_second)

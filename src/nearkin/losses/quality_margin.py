@@ -246,7 +246,7 @@ class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
         _check_momentum(self.momentum)
         super().check_settings()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         if self.training:
             refuse_transforms("AdaFaceLoss")
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
@@ -295,7 +295,7 @@ class MagFaceLoss(LossModule, function=magface_loss):
         self.reduction, self.sample_rate, self.impl, self.max_memory = reduction, sample_rate, impl, max_memory
         self.finish_init()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
         return magface_loss(embeddings, labels, weight, shard=shard, **self.arguments())

@@ -32,7 +32,7 @@ class SelectingLoss(PairLoss):
     takes_pairs: ClassVar[bool] = False
     takes_triplets: ClassVar[bool] = True
     selection: mining.Selection
-    normalize: bool = True
+    normalize = True
 
     sampling_dim: SamplingDim = setting(
         default=None,

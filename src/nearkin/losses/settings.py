@@ -10,10 +10,11 @@ range are read from it.
 import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeAlias
 
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
@@ -22,6 +23,7 @@ from nearkin.core import checks
 
 __all__ = ["REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "setting"]
 
+P = ParamSpec("P")
 REQUIRED: Any = inspect.Parameter.empty
 GONE = {"impl": "with its kernels: leave it out; loss.compile() makes it fast on a GPU"}
 
@@ -41,26 +43,42 @@ class Choices(NamedTuple):
 
 
 Searched: TypeAlias = Range | Choices
+_losses_with: Counter[str] = Counter()  # how many of our loss classes have a setting of this name
 
 
-@dataclass(frozen=True)
+def count(loss: type, names: Iterable[str]) -> None:
+    """Notes the settings of a loss class of this library; a user's own class changes nothing."""
+    if loss.__module__.startswith(__package__ or ""):
+        _losses_with.update(list(names))
+
+
+def shared(name: str) -> bool:
+    """Whether several losses have a setting of this name: on a loss that has it not, it would be ignored."""
+    return _losses_with[name] > 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is known of a setting; `check` raises the sentence about a value that is not allowed."""
+    """What is known of a setting; `check` raises the sentence about a value that is not allowed.
 
-    default: Any
+    A number above 0 (`above=0`), `at_least` a bound, any finite one without either; a `whole` number; one of the names
+    in `choices`; a switch where the default is True or False; or what `rule(name, value)` does not refuse.
+    """
+
+    default: Any = REQUIRED
     text: str
-    above: float | None
-    at_least: float | None
-    whole: bool
-    choices: Sequence[str] | None
-    optional: bool
-    fixed: bool
-    shapes: bool
-    learned: bool
-    kw_only: bool
-    was: str | None
-    search: Searched | None
-    rule: Callable[[str, Any], None] | None
+    above: float | None = None
+    at_least: float | None = None
+    whole: bool = False
+    choices: Sequence[str] | None = None
+    rule: Callable[[str, Any], None] | None = None
+    optional: bool = False  # None is allowed too
+    fixed: bool = False  # cannot change after construction
+    shapes: bool = False  # nor can this: it decides the shapes of parameters, and the function form has none
+    learned: bool = False  # where a parameter of this name starts
+    kw_only: bool = True  # False: may be given by its place
+    was: str | None = None  # its name before, which is answered with this one
+    search: Searched | None = None  # where `nearkin compare` looks for a better value
 
     def check(self, name: str, value: Any) -> None:
         if (value is None and self.optional) or (self.learned and isinstance(value, Tensor)):
@@ -82,35 +100,11 @@ class Setting:
             checks.number(name, value)
 
 
-def setting(
-    *,
-    default: Any = REQUIRED,
-    text: str,
-    above: float | None = None,
-    at_least: float | None = None,
-    whole: bool = False,
-    choices: Sequence[str] | None = None,
-    optional: bool = False,
-    fixed: bool = False,
-    shapes: bool = False,
-    learned: bool = False,
-    kw_only: bool = True,
-    was: str | None = None,
-    search: Searched | None = None,
-    rule: Callable[[str, Any], None] | None = None,
-) -> Any:
-    """States a setting of a loss class.
+def _states(make: Callable[P, Setting]) -> Callable[P, Any]:
+    return make
 
-    A number above 0 (`above=0`), `at_least` a bound, any finite one without either; a `whole` number; one of the names
-    in `choices`; a switch where the default is True or False; or what `rule(name, value)` does not refuse. optional:
-    None is allowed too. fixed: cannot change after construction; shapes: nor can this, which decides the shapes of
-    parameters and is unknown to the function form. learned: where a parameter of this name starts. kw_only=False: may
-    be given by its place. was: its name before, which is answered with this one. search: where `nearkin compare` looks
-    for a better value.
-    """
-    return Setting(
-        default, text, above, at_least, whole, choices, optional, fixed, shapes, learned, kw_only, was, search, rule
-    )
+
+setting = _states(Setting)  # as a class states one; to a type checker the value is that of the annotation
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting,))
@@ -133,6 +127,7 @@ class Loss(nn.Module):
             delattr(cls, name)  # else it would hide a parameter of the same name
         inherited = {name: s for name, s in cls.fields.items() if name not in own and name not in without}
         cls.fields = MappingProxyType(own | inherited)
+        count(cls, cls.fields)
         if "__init__" in vars(cls):  # a variant with arguments of its own
             cls.__signature__ = None  # type: ignore[attr-defined]
             return
@@ -221,12 +216,8 @@ class Loss(nn.Module):
         if name.startswith("_") or hasattr(self, name) or "__init__" in vars(type(self)):
             return
         was = {s.was for s in self.fields.values()}
-        if name in GONE or name in was or name in _KNOWN or difflib.get_close_matches(name, self.fields, 1, 0.8):
+        if name in GONE or name in was or shared(name) or difflib.get_close_matches(name, self.fields, 1, 0.8):
             raise AttributeError(_unknown(name, self.fields, type(self).__name__))
-
-
-# What settings of more than one loss are called: on another loss they would be ignored.
-_KNOWN = frozenset({"margin", "scale", "temperature", "epsilon", "selection", "normalize", "reduction", "squared"})
 
 
 def _unknown(name: str, fields: Mapping[str, Setting], loss: str) -> str:

@@ -39,10 +39,13 @@ class SiameseLoss(PairLoss):
         self.bias = nn.Parameter(torch.ones(()))
 
     def value(self, call: Call) -> Tensor:
-        checks.dimensions("embeddings", call.batch.embeddings, self.weight.shape[0], "the weights have")
+        return self._by_head(call, self.weight, self.bias)
+
+    def _by_head(self, call: Call, weight: Tensor, bias: Tensor) -> Tensor:
+        checks.dimensions("embeddings", call.batch.embeddings, weight.shape[0], "the weights have")
 
         def rows(rows: Rows) -> tuple[Tensor, ...]:
-            logits = weighted_l1(rows.x, rows.references, self.weight) + self.bias  # (B, R)
+            logits = weighted_l1(rows.x, rows.references, weight) + bias  # (B, R)
             pull = blockwise.sums_and_counts(reduce.softplus(-logits), rows.positive, self.reduction)
             return *pull, *blockwise.sums_and_counts(reduce.softplus(logits), rows.negative, self.reduction)
 
@@ -69,10 +72,8 @@ def siamese_loss(
 ) -> Tensor:
     """`SiameseLoss` with a head of the caller's: weight (D,), bias ()."""
     loss = SiameseLoss(weight.shape[0], reduction=reduction)
-    loss._parameters.clear()
-    loss.__dict__.update(weight=weight, bias=bias)
     call = Call(loss, embeddings, labels, references, reference_labels)
-    return loss.value(call) + call.taint_of(weight, bias)
+    return loss._by_head(call, weight, bias) + call.taint_of(weight, bias)
 
 
 def weighted_l1(x: Tensor, references: Tensor | None, weight: Tensor) -> Tensor:

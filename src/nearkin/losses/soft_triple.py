@@ -227,7 +227,7 @@ class SoftTripleLoss(LossModule, function=soft_triple_loss):
         self.reduction, self.impl, self.max_memory = reduction, impl, max_memory
         self.finish_init()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.centers.shape[1])
         return soft_triple_loss(embeddings, labels, self.centers, shard=shard, **self.arguments())
 

@@ -193,7 +193,7 @@ class NormalizedSoftmaxLoss(LossModule, function=normalized_softmax_loss):
         self.sample_rate, self.impl, self.max_memory = sample_rate, impl, max_memory
         self.finish_init()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
         return normalized_softmax_loss(embeddings, labels, weight, shard=shard, **self.arguments())
@@ -262,7 +262,7 @@ class HeatedSoftmaxLoss(LossModule, function=heated_softmax_loss):
     def scale(self, warm: float) -> None:
         self._scale = warm
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         total, dim = self.num_classes, self.weight.shape[1]
         checks.class_batch(embeddings, labels, total, dim)  # before anything is learned from a bad batch
@@ -330,7 +330,7 @@ class AdaCosLoss(LossModule, function=adacos_loss):
         self.reduction, self.impl, self.max_memory = reduction, impl, max_memory
         self.finish_init()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
         if self.dynamic and self.training:
             refuse_transforms("AdaCosLoss")
