@@ -78,6 +78,9 @@ class Setting:
     learned: bool = False  # where a parameter of this name starts
     kw_only: bool = True  # False: may be given by its place
     was: str | None = None  # its name before, which is answered with this one
+    now: Callable[[Any], Any] | None = (
+        None  # of a loss, what is read where it changes by step; what is set is its start
+    )
     search: Searched | None = None  # where `nearkin compare` looks for a better value
 
     def check(self, name: str, value: Any) -> None:
@@ -123,8 +126,11 @@ class Loss(nn.Module):
         super().__init_subclass__()
         own = {name: value for name, value in vars(cls).items() if isinstance(value, Setting)}
         without = {name for name in cls.fields if vars(cls).get(name, own) is None}  # set to None: not of this loss
-        for name in own:
-            delattr(cls, name)  # else it would hide a parameter of the same name
+        for name, s in own.items():
+            if s.now is None:
+                delattr(cls, name)  # else it would hide a parameter of the same name
+            else:
+                setattr(cls, name, property(s.now))
         inherited = {name: s for name, s in cls.fields.items() if name not in own and name not in without}
         cls.fields = MappingProxyType(own | inherited)
         count(cls, cls.fields)
