@@ -5,7 +5,7 @@ from __future__ import annotations  # torch 2.6 compiles no function within one 
 import torch
 from torch import Tensor
 
-from nearkin.core import checks
+from nearkin.core import checks, distances
 from nearkin.core.autograd import recomputed
 from nearkin.losses.engine import Costs, PairLoss, Rows, function_of
 from nearkin.losses.settings import Choices, Range, setting
@@ -102,7 +102,7 @@ def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
     largest = int(number.max())
     if max_positives is not None:
         checks.enough("max_positives", max_positives, largest, "the most positives of an anchor")
-    return largest
+    return largest if distances.freely_read(number) else most
 
 
 def _precisions(scores: Tensor, positive: Tensor, negative: Tensor, columns: Tensor) -> Tensor:
