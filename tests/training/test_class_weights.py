@@ -120,6 +120,30 @@ def test_saved_and_loaded_it_goes_on_to_the_last_bit():
         assert same(whole, (again, resumed))
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_as_on_a_gpu_it_takes_the_same_steps(kind, monkeypatch):
+    plain, optimizer = trained(kind, seed=5)
+    monkeypatch.setattr(class_weights, "_moved", class_weights._compiled())
+    compiled, other = trained(kind, seed=5)
+    torch.testing.assert_close(compiled, plain, rtol=1e-2 if kind == torch.bfloat16 else 1e-6, atol=1e-6)
+    torch.testing.assert_close(other.state[compiled]["sum"], optimizer.state[plain]["sum"])
+    assert float((compiled != plain).float().mean()) < (0.01 if kind == torch.bfloat16 else 1)  # the same random bits
+
+
+def test_it_goes_on_where_nothing_compiles(monkeypatch):
+    def fails(*arguments):
+        raise torch._dynamo.exc.TorchDynamoException("no compiler")
+
+    monkeypatch.setattr(class_weights, "_compiled", lambda: fails)
+    optimizer = ClassWeightOptimizer([torch.nn.Parameter(torch.ones(3, 2))])
+    rows = torch.ones(3, 2), torch.ones(3, 2), torch.zeros(3), torch.arange(3)
+    given = [*map(torch.tensor, (0.1, 1.0, 1e-8)), torch.tensor(3), torch.tensor(4)]
+    with pytest.warns(RuntimeWarning, match="ClassWeightOptimizer is not compiled: no compiler"):
+        first, _ = optimizer._in_one_pass(*rows, *given)
+    second, _ = optimizer._in_one_pass(*rows, *given)  # without a second warning
+    assert torch.equal(first, second) and torch.allclose(first, torch.full((3, 2), 0.9))
+
+
 def test_state_is_small():
     weight, optimizer = trained(torch.bfloat16, shape=(10, 512), steps=1)
     tensors = [v for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor)]

@@ -5,18 +5,21 @@ bfloat16 need no float32 copy, since they are rounded stochastically. The random
 place, so the same run gives the same bits, resumed or not.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearkin.core import checks, random
+from nearkin.core import checks, distances, random
 from nearkin.core.random import Salt
 
 __all__ = ["ClassWeightOptimizer", "load_small_state"]
 
 CHUNK = 2**22  # weights at a time: what a step needs beside its state
+CHUNK_ON_GPU = 2**24  # where launches cost more than memory
 
 
 class ClassWeightOptimizer(torch.optim.Optimizer):
@@ -28,6 +31,8 @@ class ClassWeightOptimizer(torch.optim.Optimizer):
 
     State per class at D = 512: 4 bytes; AdamW with a float32 copy of bfloat16 weights has 6,144.
     """
+
+    _compiles = True
 
     def __init__(
         self,
@@ -63,8 +68,21 @@ class ClassWeightOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    _move(parameter, self.state[parameter], group)
+                    on_gpu = parameter.is_cuda and not hasattr(parameter, "to_local")
+                    _move(parameter, self.state[parameter], group, self._in_one_pass if on_gpu else _moved)
         return value
+
+    def _in_one_pass(self, *arguments: Any) -> Any:
+        """`_moved`, compiled: on a GPU its operations one by one take 3 to 7 times as long. Plain where that fails."""
+        if not self._compiles:
+            return _moved(*arguments)
+        try:
+            return _compiled()(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._compiles = False
+            reason = " ".join(str(error).split())[:200]
+            warnings.warn(f"ClassWeightOptimizer is not compiled: {reason}", RuntimeWarning, stacklevel=3)
+            return _moved(*arguments)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch would turn the state into the type of the weights."""
@@ -97,7 +115,7 @@ def _check_rule(rule: str) -> None:
     checks.one_of("rule", rule, ("rowwise",))
 
 
-def _move(weight: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _move(weight: Tensor, state: dict[str, Any], group: dict[str, Any], moved: Callable[..., Any]) -> None:
     """One step of a parameter, a chunk of rows after the other."""
     if not state:
         state |= {"step": 0, "sum": torch.zeros(len(weight), device=weight.device)}
@@ -107,38 +125,55 @@ def _move(weight: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         rows, gradient = gradient.indices()[0], gradient.values()
-    each = max(1, CHUNK // max(1, weight.shape[1]))
-    for start in range(0, len(gradient), each):
-        part = slice(start, start + each)
-        _move_rows(weight, gradient[part], part if rows is None else rows[part], state, group)
-
-
-def _move_rows(weight: Tensor, gradient: Tensor, rows: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """rows: a slice, or the indices of the gradient's rows."""
-    kind = torch.promote_types(weight.dtype, torch.float32)
-    before, gradient, total = weight[rows].to(kind), gradient.to(kind), state["sum"][rows]
-    moves = (gradient != 0).any(1)  # a NaN is not 0: it spreads, and is seen
-    total = torch.where(moves, total + gradient.square().mean(1), total)
-    kept = torch.where(moves, 1.0 - group["lr"] * group["weight_decay"], 1.0)
-    rate = group["lr"] / (total.sqrt() + group["eps"])
-    after = torch.addcmul(before * kept[:, None], gradient, rate.to(kind)[:, None], value=-1)
-    if weight.dtype == torch.bfloat16:
-        after = _rounded(after, _noise(weight, rows, state["step"], group["seed"]))
-    weight[rows] = after.to(weight.dtype)
-    state["sum"][rows] = total.float()
-
-
-def _noise(weight: Tensor, rows: Any, step: int, seed: int) -> Tensor:
-    """16 random bits per weight, (n, D) int32, by its place among the weights of all processes."""
+    # As tensors, made there: a number that changes would be compiled anew, and a copy would wait.
+    full, kind = partial(torch.full, (), device=weight.device), distances.wide(weight)
+    numbers = (group["lr"], 1.0 - group["lr"] * group["weight_decay"], group["eps"])
+    salts = (random.salted(state["step"], Salt.STEP), random.salted(group["seed"], Salt.SEED))
+    given = [*(full(x, dtype=kind) for x in numbers), *(full(x, dtype=torch.int64) for x in salts)]
     first = weight.rows[0] if getattr(weight, "sharded", False) else 0  # type: ignore[attr-defined]
-    row = torch.arange(len(weight), device=weight.device)[rows] if isinstance(rows, slice) else rows
-    words = -(-weight.shape[1] // 4)  # of 64 bits, for four weights each
-    place = (row + first)[:, None] * words + torch.arange(words, device=weight.device)
-    bits = random.mix(random.mix(place + random.salted(step, Salt.STEP)) + random.salted(seed, Salt.SEED))
-    return bits.view(torch.int16)[:, : weight.shape[1]].int() & 0xFFFF
+    each = max(1, (CHUNK_ON_GPU if weight.is_cuda else CHUNK) // max(1, weight.shape[1]))
+    for start in range(0, len(gradient), each):
+        end = min(start + each, len(gradient))
+        row = torch.arange(start, end, device=weight.device) if rows is None else rows[start:end]
+        at = slice(start, end) if rows is None else row
+        after = moved(weight[at], gradient[start:end], state["sum"][at], row + first, *given)
+        weight[at], state["sum"][at] = after
+
+
+def _moved(
+    weight: Tensor,
+    gradient: Tensor,
+    total: Tensor,
+    place: Tensor,
+    lr: Tensor,
+    keep: Tensor,
+    eps: Tensor,
+    salt_step: Tensor,
+    salt_seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rows (n, D) after their step, and their sums (n,). place: theirs among the rows of all processes."""
+    kind = torch.promote_types(weight.dtype, torch.float32)
+    before, gradient = weight.to(kind), gradient.to(kind)
+    moves = gradient.abs().amax(1) != 0  # a NaN is not 0: it spreads, and is seen
+    total = torch.where(moves, total + gradient.square().mean(1), total)
+    kept = torch.where(moves, keep, torch.ones_like(keep)).to(kind)
+    rate = (lr / (total.sqrt() + eps)).to(kind)
+    after = before * kept[:, None] - gradient * rate[:, None]
+    if weight.dtype == torch.bfloat16:
+        words = -(-weight.shape[1] // 4)  # of 64 bits, for four weights each
+        word = place[:, None] * words + torch.arange(words, device=weight.device)
+        bits = random.mix(random.mix(word + salt_step) + salt_seed)
+        noise = torch.stack([bits >> shift for shift in (0, 16, 32, 48)], 2).flatten(1)[:, : weight.shape[1]]
+        after = _rounded(after, noise.int() & 0xFFFF)
+    return after.to(weight.dtype), total.float()
 
 
 def _rounded(value: Tensor, noise: Tensor) -> Tensor:
-    """float32 to bfloat16, up or down by chance, so that the mean is the value."""
+    """float32 to bfloat16, up or down by chance of 16 bits, so that the mean is the value."""
     bits = (value.view(torch.int32) + noise) & -(1 << 16)
     return torch.where(value.isfinite(), bits.view(torch.float32), value)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(_moved, dynamic=True)
