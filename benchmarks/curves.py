@@ -81,12 +81,10 @@ def loss_panels(rows: Sequence[dict[str, str]], what: str, slope: int) -> list[P
 
 
 def class_panels(rows: Sequence[dict[str, str]]) -> list[Panel]:
-    """Time and memory against C: ArcFace for all kernels, which lie on one another, the peers and the floor."""
+    """Time and memory against C: ArcFace for all losses, which lie on one another, the peers and the floor."""
     by_way: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
-        if row["way"] in ("arcface, triton", "arcface, torch", "arcface, dense") or row["way"].startswith(
-            ("peer", "floor")
-        ):
+        if row["way"].startswith(("arcface, ", "peer", "floor")) and "centres" not in row["way"]:
             by_way[row["way"].replace("arcface, ", "nearkin, ")].append(row)
     panels = []
     for title, column in (("milliseconds against C", "ms"), ("extra MiB against C", "extra_mib")):
@@ -200,7 +198,8 @@ def loss_table(rows: Sequence[dict[str, str]], cells: Sequence[tuple[int, str]])
             figures = [row.get(f"{way}_{what}", "") for way in ("auto", "compiled", "peer")]
             texts.append(" / ".join(shortened(text) for text in figures if text))
         lines.append(f"| {loss} | " + " | ".join(texts) + " |")
-    return "\n".join([*lines, "", f"{provenance(rows)}."])
+    order = "Nearkin / compiled / peer" if any(row.get("compiled_ms") for row in rows) else "Nearkin / peer"
+    return "\n".join([*lines, "", f"{order}. {provenance(rows)}."])
 
 
 def class_table(columns: Sequence[tuple[Sequence[dict[str, str]], int]]) -> str:
