@@ -11,8 +11,7 @@ from nearkin.core import checks, distances, facility, facility_cpu, reduce
 from nearkin.core.autograd import refuse_transforms
 from nearkin.core.relations import UNKNOWN
 from nearkin.kernels import facility_ops
-from nearkin.losses.call import facility_kernel
-from nearkin.losses.module import LossModule
+from nearkin.losses.settings import Loss, Range, setting
 
 __all__ = ["FacilityLocationLoss", "facility_location", "facility_location_loss"]
 

@@ -55,7 +55,7 @@ class SelectingLoss(PairLoss):
         """States the setting `selection`."""
         return setting(default=default, kw_only=kw_only, search=search, rule=_selection, text=text)
 
-    def start(self) -> None:
+    def make(self) -> None:
         if isinstance(self.sampling_dim, str):
             self.running_dim = RunningDim()
 

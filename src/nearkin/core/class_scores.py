@@ -1,0 +1,148 @@
+"""The softmax over class weights with the own class apart, all scores in memory: any margin, any derivative.
+
+The own class's score, with whatever margin, needs only (B,) numbers; the log-sum-exp of the others knows no margin. In
+one sum they would cost the digits of a small loss. `core.class_blocks` gives the same numbers block by block.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nearkin.core import reduce
+from nearkin.core.autograd import HandGradient, gradients_again, traced
+
+__all__ = ["Rivals", "cosines", "cross_entropy", "of_classes", "rivals", "soft_maximum"]
+
+
+class Rivals(NamedTuple):
+    """How the other classes score for each anchor; their log-sum-exp is peak + rest, whose sum would lose digits."""
+
+    peak: Tensor  # (B,) the highest score, a constant: the gradient is all in `rest`
+    rest: Tensor  # (B,) log Σ e^{score - peak}; `reduce.log_zero` where there are no others
+    own: Tensor  # (B,) the score of the own class, not yet multiplied by `scale`
+
+
+def cosines(x: Tensor, rows: Tensor, centers: int) -> Tensor:
+    """Products of unit rows with K centres of each class, (B, K, C): classes last, where machines reduce fastest."""
+    classes = len(rows) // centers
+    first = rows.view(classes, centers, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+    return (x @ first.T).view(len(x), centers, classes)
+
+
+def of_classes(products: Tensor, several: str, temperature: float) -> tuple[Tensor, Tensor | None]:
+    """The scores of classes (B, C) by those of their K centres (B, K, C), and which centre scored where one does."""
+    if several == "max":
+        best: tuple[Tensor, Tensor] = products.max(1)
+        return best
+    return (products.logsumexp(1) if several == "sum" else soft_maximum(products, temperature)), None
+
+
+def soft_maximum(products: Tensor, temperature: float) -> Tensor:
+    """Σ_k softmax_k(c / γ) c_k over the second of (B, K, C)."""
+    if traced():
+        return ((products / temperature).softmax(1) * products).sum(1)
+    value: Tensor = _SoftMaximum.call(products, temperature)
+    return value
+
+
+class _SoftMaximum(HandGradient):
+    """With the gradient by hand, p (1 + (c - S) / γ): less than half of autograd's time."""
+
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, temperature: float) -> Tensor:
+        share = (products - products.amax(1, keepdim=True)).div_(temperature).exp_()
+        total = share.sum(1)
+        value = (share * products).sum(1) / total
+        ctx.save_for_backward(products, share, total, value)
+        ctx.temperature = temperature
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        products, share, total, value = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative: through the products
+            share = torch.softmax(products / ctx.temperature, 1)
+            value = (share * products).sum(1, keepdim=True)
+            return (1 + (products - value) / ctx.temperature) * share * upstream[:, None], None
+        rise = (products - value[:, None]).mul_(share).add_(share, alpha=ctx.temperature)
+        return rise.mul_((upstream / (total * ctx.temperature))[:, None]), None
+
+
+def rivals(scores: Tensor, ids: Tensor, scale: float | Tensor = 1.0, *, some: bool = False) -> Rivals:
+    """The log-sum-exp of scale · scores (B, C) over all classes but ids[i], (B,).
+
+    The scores must be of the caller's own making: they are written to, and are what they were afterwards. some: the
+    classes are some of all; an anchor of another has ids[i] = C, all are its rivals and `own` means nothing.
+    """
+    if isinstance(scale, Tensor) and scale.requires_grad:  # it learns through the scores
+        scores, scale = scores * (scale / scale.detach()), scale.detach()
+    own, peak, rest = (_plain if traced() else _Others.call)(scores, ids, scale, some)
+    return Rivals(peak, rest, own)
+
+
+def cross_entropy(peak: Tensor, rest: Tensor, target: Tensor, soft: bool = True) -> Tensor:
+    """-log of the own class's part of the softmax, (B,), from its score; soft=False: the own class is not in the sum."""
+    gap = peak - target + rest
+    return reduce.softplus(gap) if soft else gap
+
+
+class _Others(HandGradient):
+    """One matrix beside the scores, where autograd makes five."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, ids: Tensor, scale: float | Tensor, some: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        column, last = ids[:, None], scores.shape[1] - 1
+        here = column <= last if some else None
+        column = column.clamp(max=last) if some else column
+        own = scores.gather(1, column)
+        scores.scatter_(1, column, -torch.inf if here is None else own.masked_fill(here, -torch.inf))
+        top = scores.amax(1, keepdim=True)
+        if last == 0:
+            top = torch.where(top == -torch.inf, 0.0, top)
+        peak = top * scale
+        if isinstance(scale, Tensor):
+            share = torch.addcmul(-peak, scores, scale.to(scores.dtype)).exp_()
+        else:
+            share = torch.add(-peak, scores, alpha=scale).exp_()
+        scores.scatter_(1, column, own)
+        total = share.sum(1, keepdim=True)
+        rest = total.log()
+        if last == 0:
+            rest = torch.where(total == 0, reduce.log_zero(rest), rest)
+            total = torch.where(total == 0, 1.0, total)
+        ctx.save_for_backward(scores, ids, column, share, total)
+        ctx.settings = scale, some
+        ctx.mark_non_differentiable(peak)
+        ctx.set_materialize_grads(False)
+        return own.squeeze(1), peak.squeeze(1), rest.squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, by_own: Tensor | None, _: Any, by_rest: Tensor | None) -> tuple[Tensor | None, ...]:
+        scores, ids, column, share, total = ctx.saved_tensors
+        scale, some = ctx.settings
+        zero = torch.zeros_like(ids, dtype=scores.dtype)
+        by_rest = zero if by_rest is None else by_rest
+        if torch.is_grad_enabled():  # for a second derivative
+            upstream = (zero if by_own is None else by_own, by_rest)
+            again = gradients_again(lambda s: _plain(s, ids, scale, some)[::2], (scores,), (True,), upstream)
+            return again[0], None, None, None
+        by_scores = share * (by_rest[:, None] * scale / total)
+        if by_own is not None:
+            by_scores.scatter_add_(1, column, by_own[:, None])
+        return by_scores, None, None, None
+
+
+def _plain(scores: Tensor, ids: Tensor, scale: float | Tensor, some: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`_Others` in autograd's steps."""
+    others = torch.arange(scores.shape[1], device=ids.device) != ids[:, None]
+    column = ids.clamp(max=scores.shape[1] - 1) if some else ids
+    own = scores.gather(1, column[:, None]).squeeze(1)
+    masked = torch.where(others, scores, -torch.inf)
+    top = masked.detach().amax(1)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    total = (scale * (masked - top[:, None])).exp().sum(1)
+    rest = torch.where(total == 0, reduce.log_zero(total), torch.where(total == 0, 1.0, total).log())
+    return own, top * scale, rest
