@@ -290,7 +290,8 @@ def function_of(module):
 def test_module_is_its_function(case):
     module = case.build().eval()
     x, labels = case.batch()
-    function, settings = function_of(module), dict(module.settings)
+    function = function_of(module)
+    settings = {name: value for name, value in module.settings.items() if not name.startswith("decay")}  # γ is given
     tensors = dict(module.named_parameters()) | {"centers": getattr(module, "centers", None)}
     learned = [tensors[name] for name in ("weight", "bias", "proxies", "centers") if tensors.get(name) is not None]
     if case.name.startswith(("Margin", "Siamese", "Sigmoid")):

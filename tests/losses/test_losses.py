@@ -224,18 +224,6 @@ def test_facility_sweeps_never_lower_the_score_even_with_ties():
         assert all(later >= earlier - 1e-12 for earlier, later in itertools.pairwise(scores)), scores
 
 
-def test_facility_without_reading_values_finds_the_same(monkeypatch):
-    """What an accelerator runs, without knowing the number of classes, on the CPU."""
-    x, y = random_batch(3)
-    y[5] = -1
-    d = distances.euclidean(x)
-    usual = facility_location(d, y)
-    monkeypatch.setattr("nearkin.core.checks.reads_values", lambda tensor: False)
-    for count in (None, 4):
-        blind = facility_location(d, y, num_clusters=count)
-        assert torch.equal(blind.chosen, usual.chosen) and torch.equal(blind.assignment, usual.assignment)
-
-
 def test_facility_shows_its_clustering_and_decays():
     x, y = random_batch(1)
     loss = losses.FacilityLocationLoss(gamma=2.0, decay=0.5, decay_steps=2).double()

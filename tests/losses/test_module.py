@@ -8,8 +8,8 @@ import torch
 
 from cases import CLASSES, DIM, LOSSES
 from nearkin import losses, mining
-from nearkin.losses.engine import PairLoss
 from nearkin.losses.module import LossModule
+from nearkin.losses.settings import Loss
 from test_contract import function_of
 
 MODULES = {name: getattr(losses, name) for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
@@ -144,7 +144,7 @@ def test_signature_is_that_of_the_function(name):
             assert module[key].default == keyword[key].default, key
     ordered = [key for key in shared if module[key].kind is inspect.Parameter.KEYWORD_ONLY]
     assert ordered == [key for key in keyword if key in ordered]
-    assert issubclass(MODULES[name], (LossModule, PairLoss))
+    assert issubclass(MODULES[name], (LossModule, Loss))
 
 
 @pytest.mark.parametrize(("name", "setting"), PAIRS, ids=lambda value: str(value))

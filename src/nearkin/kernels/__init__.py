@@ -1,4 +1,4 @@
-"""Triton kernels of losses over class weights and of facility location. What they cannot serve, core does.
+"""Triton kernels of losses over class weights. What they cannot serve, core does.
 
 Nothing here imports triton before a kernel is launched.
 """

@@ -116,7 +116,7 @@ class SphereFaceLoss(ClassLoss):
         return (self.start / (1 + self.decay * self.steps.to(distances.wide(self.steps)))).clamp(min=self.floor)
 
     annealing: float | Tensor = setting(
-        default=5.0, at_least=0, tensor=True, only="function", present=_annealing, text="λ, a number or a scalar"
+        default=5.0, at_least=0, tensor=True, only="function", now=_annealing, text="λ, a number or a scalar"
     )
     margin: int = setting(
         default=4, whole=True, kw_only=False, search=Choices((2, 3, 4)), text="m, an integer; 4: the paper's"

@@ -1,6 +1,6 @@
 """One call of a loss over class weights: its batch, the kernel or the pass in plain torch, and its reduction.
 
-Losses over class weights and facility location have kernels, and here alone is decided between them and plain torch.
+Losses over class weights have kernels, and here alone is decided between them and plain torch.
 impl: "torch" runs anywhere, "triton" takes a kernel where one serves, "auto" does so where it is faster. What a kernel
 can take, `kernels` says; the result is the same.
 """
@@ -23,7 +23,6 @@ from nearkin.kernels import (
     class_loss_ops,
     class_softmax_ops,
     eligible,
-    facility_ops,
     proxy_anchor_ops,
     soft_triple_ops,
 )
@@ -33,7 +32,7 @@ from nearkin.losses.class_shards import Shard
 
 __all__ = ["KERNEL_FROM", "PLAIN", "Annealing", "ClassCall", "Form", "again_plainly"]
 __all__ += ["center_kernel", "center_step_kernel"]
-__all__ += ["class_path", "facility_kernel", "many_in_bfloat16"]
+__all__ += ["class_path", "many_in_bfloat16"]
 
 # B · C from which the class kernels that store no scores are taken on a GPU; None: never. At B · C = 10⁷ ArcFace of
 # bfloat16 took 2.2 ms on an H200, the dense form in plain torch 5.0; with weights of float32 3.3 and 4.8. Not timed,
@@ -41,11 +40,6 @@ __all__ += ["class_path", "facility_kernel", "many_in_bfloat16"]
 # units.
 KERNEL_FROM: int | None = 2**23
 PLAIN = "plain"  # the impl by which a loss over class weights computes itself again, for a second derivative
-
-
-def facility_kernel(impl: str, distance: Tensor) -> bool:
-    """Whether the search for medoids runs in a kernel (`facility_ops`)."""
-    return (impl == "triton" or (impl == "auto" and distance.is_cuda)) and facility_ops.serves(distance)
 
 
 class ClassCall:

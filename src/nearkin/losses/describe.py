@@ -53,13 +53,6 @@ OWN: dict[str, dict[str, str]] = {
         "scale": f"{_SCALE}; 64: the paper's",
         "max_memory": _CLASS_MEMORY,
     },
-    "FacilityLocationLoss": {
-        "gamma": "γ, the weight of 1 - NMI at the first step; 1: ours",
-        "sweeps": "rounds in which medoids may change places; 5: TensorFlow's version",
-        "decay": "factor of γ every `decay_steps` steps; 0.94: the paper's",
-        "decay_steps": "training steps per decay; 1,000: ours",
-        "num_clusters": "number of classes of every batch, where it is constant; None: counted",
-    },
     "HeatedSoftmaxLoss": {
         "scale": "α before the heat; 16: the released code's",
         "heated_scale": "α after it; 4: the released code's",

@@ -26,7 +26,6 @@ RANGES: dict[str, dict[str, Searched]] = {
     "arcface": {"margin": Range(0.05, 0.6), "scale": Range(8.0, 256.0, log=True), "loss_scale": _WEIGHTS},
     "center": {"pull": Range(1e-4, 0.1, log=True), "loss_scale": _WEIGHTS},
     "cosface": {"margin": Range(0.02, 0.65), "scale": Range(8.0, 256.0, log=True), "loss_scale": _WEIGHTS},
-    "facility-location": {"gamma": Range(0.05, 5.0, log=True)},
     "heated-softmax": {
         "scale": Range(8.0, 64.0, log=True),
         "heated_scale": Range(1.0, 16.0, log=True),

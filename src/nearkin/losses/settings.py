@@ -81,7 +81,7 @@ class Setting:
     kw_only: bool = True  # False: may be given by its place
     was: str | None = None  # its name before, which is answered with this one
     only: str | None = None  # "class": of training steps, the function form has none; "function": what these tell it
-    present: Callable[[Any], Any] | None = None  # of a schedule: its value now, which reading gives
+    now: Callable[[Any], Any] | None = None  # what is read where it changes by step; what is set is its start
     search: Searched | None = None  # where `nearkin compare` looks for a better value
 
     def check(self, name: str, value: Any) -> None:
@@ -131,9 +131,10 @@ class Loss(nn.Module):
         cls.given = MappingProxyType({name: s for name, s in stated.items() if name not in own} | dict(cls.given))
         without = {name for name in cls.fields if vars(cls).get(name, own) is None}  # set to None: not of this loss
         for name, s in stated.items():
-            delattr(cls, name)  # else it would hide a parameter of the same name
-            if s.present is not None:
-                setattr(cls, name, property(s.present))
+            if s.now is None:
+                delattr(cls, name)  # else it would hide a parameter of the same name
+            else:
+                setattr(cls, name, property(s.now))
         inherited = {name: s for name, s in cls.fields.items() if name not in own and name not in without}
         fields = (own | inherited).items()
         cls.fields = MappingProxyType(dict(sorted(fields, key=lambda item: item[1].default is not REQUIRED)))

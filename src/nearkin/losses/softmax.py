@@ -89,7 +89,7 @@ class HeatedSoftmaxLoss(ClassLoss):
         tensor=True,
         kw_only=False,
         search=Range(8.0, 64.0, log=True),
-        present=_scale_now,
+        now=_scale_now,
         text="α before the heat; 16: the released code's",
     )
     heated_scale: float = setting(
