@@ -15,7 +15,7 @@ from nearkin.core import checks, distances, reduce
 from nearkin.core.autograd import differentiable_once
 from nearkin.core.class_scores import cosines
 
-__all__ = ["Form", "Pass", "block", "fits", "own_rows", "scan"]
+__all__ = ["Form", "Pass", "block", "finished", "fits", "gradient_kind", "own_rows", "scan"]
 
 AUTOMATIC = 2**25  # default bytes of a block: larger ones leave the processor's caches
 ON_DEVICE = 2**28  # the same on a GPU, where launching costs more than the caches save
@@ -180,10 +180,17 @@ def _run_scan(
             total = total * (peak - _level(top)).exp() + one.scores.sub_(_level(top)[:, None]).exp_().sum(1)
             peak = top
         taint = taint + reduce.taint(part)
-    rest = torch.where(total > 0, torch.where(total > 0, total, 1.0).log(), reduce.log_zero(x)).to(x.dtype)
-    rest = torch.where(total.isnan(), torch.nan, rest)
+    rest, _ = finished(total, x)
     own = weight.index_select(0, picks.flatten()).to(x.dtype, copy=True)
     return _level(peak), rest, own.view(*picks.shape, -1), taint
+
+
+def finished(total: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Of sums of e^{score - peak}: their logarithms, and their inverses, 0 where there are none; typed as `like`."""
+    positive = total > 0
+    safe = torch.where(positive, total, 1.0)
+    rest = torch.where(positive, safe.log(), reduce.log_zero(like)).to(like.dtype)
+    return torch.where(total.isnan(), torch.nan, rest), torch.where(positive, safe.reciprocal(), 0.0).to(like.dtype)
 
 
 def _level(peak: Tensor) -> Tensor:
@@ -256,7 +263,7 @@ def _(x: Tensor, weight: Tensor, bias: Any, *others: Any) -> tuple[Tensor, Tenso
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     peak, rest, _, taint = output
     ctx.save_for_backward(*inputs[:5], peak, rest)
-    ctx.settings = (_gradient_kind(inputs[1]), *inputs[5:])
+    ctx.settings = (gradient_kind(inputs[1]), *inputs[5:])
     ctx.mark_non_differentiable(peak, taint)
 
 
@@ -270,7 +277,7 @@ def _backward(ctx: Any, _: Any, by_rest: Tensor, by_own: Tensor, __: Any) -> tup
 _scan.register_autograd(_backward, setup_context=_save)
 
 
-def _gradient_kind(weight: Tensor) -> torch.dtype:
+def gradient_kind(weight: Tensor) -> torch.dtype:
     """The type of the gradient by the weights: theirs, unless `weight.grad_dtype` says otherwise."""
     chosen = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
     return chosen or weight.dtype

@@ -98,16 +98,17 @@ class _Others(HandGradient):
         here = column <= last if some else None
         column = column.clamp(max=last) if some else column
         own = scores.gather(1, column)
-        scores.scatter_(1, column, -torch.inf if here is None else own.masked_fill(here, -torch.inf))
-        top = scores.amax(1, keepdim=True)
+        same = scores.data  # written to and restored before anyone reads it: no version of the graph
+        same.scatter_(1, column, -torch.inf if here is None else own.masked_fill(here, -torch.inf))
+        top = same.amax(1, keepdim=True)
         if last == 0:
             top = torch.where(top == -torch.inf, 0.0, top)
         peak = top * scale
         if isinstance(scale, Tensor):
-            share = torch.addcmul(-peak, scores, scale.to(scores.dtype)).exp_()
+            share = torch.addcmul(-peak, same, scale.to(same.dtype)).exp_()
         else:
-            share = torch.add(-peak, scores, alpha=scale).exp_()
-        scores.scatter_(1, column, own)
+            share = torch.add(-peak, same, alpha=scale).exp_()
+        same.scatter_(1, column, own)
         total = share.sum(1, keepdim=True)
         rest = total.log()
         if last == 0:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, distances, reduce
+from nearkin.core import checks, class_blocks, distances, reduce
 from nearkin.core.autograd import HandGradient, refuse_second_derivative
 from nearkin.core.class_scores import Rivals
 from nearkin.dist import collectives
@@ -230,8 +230,7 @@ class _Join(HandGradient):
         share = torch.where(none, 0.0, (peak - top).to(distances.wide(rest)) + rest).exp()
         share = torch.where(none, 0.0, share)
         total, *sums = _sums(group, share, *terms)
-        rest = torch.where(total > 0, torch.where(total > 0, total, 1.0).log(), reduce.log_zero(rest)).to(rest.dtype)
-        rest = torch.where(total.isnan(), torch.nan, rest)
+        rest, _ = class_blocks.finished(total, rest)
         ctx.save_for_backward((share / torch.where(total == 0, 1.0, total)).to(rest.dtype))
         ctx.mark_non_differentiable(top)
         return top, rest, *sums

@@ -252,7 +252,7 @@ class ClassLoss(Loss):
 
     def value(self, call: ClassCall) -> Tensor:
         """The cross-entropy of the scaled cosines, the own class's bent by `own`."""
-        scale = call.given.get("scale", self.__dict__.get("scale"))
+        scale = call.given.get("scale", self.__dict__.get("scale", 1.0))
         rivals = call.rivals(scale)
         return call.reduced(call.entropy(rivals, scale * self.own(Own(call, rivals, scale))))
 

@@ -22,7 +22,7 @@ from typing_extensions import dataclass_transform
 from nearkin.core import checks
 from nearkin.losses.compiling import compiled_call
 
-__all__ = ["REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "setting"]
+__all__ = ["REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "ranges_of", "setting"]
 
 P = ParamSpec("P")
 REQUIRED: Any = inspect.Parameter.empty
@@ -51,6 +51,16 @@ def count(loss: type, names: Iterable[str]) -> None:
     """Notes the settings of a loss class of this library; a user's own class changes nothing."""
     if loss.__module__.startswith(__package__ or ""):
         _losses_with.update(list(names))
+
+
+def ranges_of(loss: Any) -> dict[str, Searched]:
+    """Where `nearkin compare` looks for better values of a loss class: settings, and "loss_scale", its learning rate.
+
+    Around the values of the papers and those of the search of Musgrave et al. 2020 (arXiv:2003.08505). A setting that
+    states none stays at its default. "loss_scale", how many times faster than the encoder: of a loss that learns.
+    """
+    ranges = {key: s.search for key, s in loss.fields.items() if s.search is not None}
+    return ranges if loss.search_rate is None else ranges | {"loss_scale": loss.search_rate}
 
 
 def shared(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
+import copy
 import math
 from typing import Any
 
@@ -227,6 +228,7 @@ def adacos_scale(
 
 @torch.no_grad()
 def _next_scale(call: ClassCall, scale: Tensor) -> Tensor:
+    call = copy.copy(call)  # what it keeps of this pass has no gradient
     rivals = call.rivals(scale)
     peak, rest, own, _ = class_shards.join(call.shard, call.ids, rivals.peak, rivals.rest, rivals.own, call.taint)
     present = call.known & (rest > reduce.log_zero(rest))
