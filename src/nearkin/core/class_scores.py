@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from nearkin.core import reduce
 from nearkin.core.autograd import HandGradient, gradients_again, traced
@@ -69,22 +70,26 @@ class _SoftMaximum(HandGradient):
         return rise.mul_((upstream / (total * ctx.temperature))[:, None]), None
 
 
-def rivals(scores: Tensor, ids: Tensor, scale: float | Tensor = 1.0, *, some: bool = False) -> Rivals:
+def rivals(
+    scores: Tensor, ids: Tensor, scale: float | Tensor = 1.0, *, some: bool = False, by_class: bool = False
+) -> Rivals:
     """The log-sum-exp of scale · scores (B, C) over all classes but ids[i], (B,).
+
+    by_class: over all items but those of the class, (C,); an unknown item has ids[i] = -1.
 
     The scores must be of the caller's own making: they are written to, and are what they were afterwards. some: the
     classes are some of all; an anchor of another has ids[i] = C, all are its rivals and `own` means nothing.
     """
     if isinstance(scale, Tensor) and scale.requires_grad:  # it learns through the scores
         scores, scale = scores * (scale / scale.detach()), scale.detach()
-    own, peak, rest = (_plain if traced() else _Others.call)(scores, ids, scale, some)
+    own, peak, rest = (_plain if traced() else _Others.call)(scores, ids, scale, some, 0 if by_class else 1)
     return Rivals(peak, rest, own)
 
 
 def cross_entropy(peak: Tensor, rest: Tensor, target: Tensor, soft: bool = True) -> Tensor:
     """-log of the own class's part of the softmax, (B,), from its score; soft=False: the own class is not in the sum."""
-    gap = peak - target + rest
-    return reduce.softplus(gap) if soft else gap
+    lead = target - peak - rest
+    return -logsigmoid(lead) if soft else -lead
 
 
 class _Others(HandGradient):
@@ -92,16 +97,19 @@ class _Others(HandGradient):
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, ids: Tensor, scale: float | Tensor, some: bool
+        ctx: Any, scores: Tensor, ids: Tensor, scale: float | Tensor, some: bool, dim: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         column, last = ids[:, None], scores.shape[1] - 1
         here = column <= last if some else None
-        column = column.clamp(max=last) if some else column
+        column = column.clamp(0, last) if some or dim == 0 else column
         own = scores.gather(1, column)
         same = scores.data  # written to and restored before anyone reads it: no version of the graph
         same.scatter_(1, column, -torch.inf if here is None else own.masked_fill(here, -torch.inf))
-        top = same.amax(1, keepdim=True)
-        if last == 0:
+        if dim == 0:
+            same.masked_fill_((ids < 0)[:, None], -torch.inf)
+        top = same.amax(dim, keepdim=True) if len(ids) else same.new_full((1 - dim or len(ids), last + 1), -torch.inf)
+        alone = last == 0 or dim == 0  # there may be no others
+        if alone:
             top = torch.where(top == -torch.inf, 0.0, top)
         peak = top * scale
         if isinstance(scale, Tensor):
@@ -109,41 +117,41 @@ class _Others(HandGradient):
         else:
             share = torch.add(-peak, same, alpha=scale).exp_()
         same.scatter_(1, column, own)
-        total = share.sum(1, keepdim=True)
+        total = share.sum(dim, keepdim=True)
         rest = total.log()
-        if last == 0:
+        if alone:
             rest = torch.where(total == 0, reduce.log_zero(rest), rest)
             total = torch.where(total == 0, 1.0, total)
         ctx.save_for_backward(scores, ids, column, share, total)
-        ctx.settings = scale, some
+        ctx.settings = scale, some, dim
         ctx.mark_non_differentiable(peak)
         ctx.set_materialize_grads(False)
-        return own.squeeze(1), peak.squeeze(1), rest.squeeze(1)
+        return own.squeeze(1), peak.squeeze(dim), rest.squeeze(dim)
 
     @staticmethod
     def backward(ctx: Any, by_own: Tensor | None, _: Any, by_rest: Tensor | None) -> tuple[Tensor | None, ...]:
         scores, ids, column, share, total = ctx.saved_tensors
-        scale, some = ctx.settings
-        zero = torch.zeros_like(ids, dtype=scores.dtype)
-        by_rest = zero if by_rest is None else by_rest
+        scale, some, dim = ctx.settings
+        by_rest = torch.zeros_like(total).squeeze(dim) if by_rest is None else by_rest
         if torch.is_grad_enabled():  # for a second derivative
-            upstream = (zero if by_own is None else by_own, by_rest)
-            again = gradients_again(lambda s: _plain(s, ids, scale, some)[::2], (scores,), (True,), upstream)
-            return again[0], None, None, None
-        by_scores = share * (by_rest[:, None] * scale / total)
+            upstream = (torch.zeros_like(ids, dtype=share.dtype) if by_own is None else by_own, by_rest)
+            again = gradients_again(lambda s: _plain(s, ids, scale, some, dim)[::2], (scores,), (True,), upstream)
+            return again[0], *[None] * 4
+        by_scores = share * (by_rest.unsqueeze(dim) * scale / total)
         if by_own is not None:
             by_scores.scatter_add_(1, column, by_own[:, None])
-        return by_scores, None, None, None
+        return by_scores, *[None] * 4
 
 
-def _plain(scores: Tensor, ids: Tensor, scale: float | Tensor, some: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _plain(scores: Tensor, ids: Tensor, scale: float | Tensor, some: bool, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """`_Others` in autograd's steps."""
     others = torch.arange(scores.shape[1], device=ids.device) != ids[:, None]
-    column = ids.clamp(max=scores.shape[1] - 1) if some else ids
+    column = ids.clamp(0, scores.shape[1] - 1) if some or dim == 0 else ids
     own = scores.gather(1, column[:, None]).squeeze(1)
+    others = others & (ids >= 0)[:, None] if dim == 0 else others
     masked = torch.where(others, scores, -torch.inf)
-    top = masked.detach().amax(1)
+    top = masked.detach().amax(dim) if len(ids) else masked.new_full(masked.shape[1 - dim :][:1], -torch.inf)
     top = torch.where(top == -torch.inf, 0.0, top)
-    total = (scale * (masked - top[:, None])).exp().sum(1)
+    total = (scale * (masked - top.unsqueeze(dim))).exp().sum(dim)
     rest = torch.where(total == 0, reduce.log_zero(total), torch.where(total == 0, 1.0, total).log())
     return own, top * scale, rest

@@ -59,8 +59,8 @@ class ArcFaceLoss(ClassLoss):
     beyond it s (cos θ_y - m sin m), which goes on falling
 
     m in radians. Class weights (C·K, D), K = sub_centers in a row for each class: only the nearest scores for its class
-    and learns; a class is sampled, and shared, with all its centres. Sine and cosine of θ_y come from |x - w| and
-    |x + w|, so value and gradient are exact and finite from θ = 0 to π. The gradient is the true one;
+    and learns; a class is sampled, and shared, with all its centres. The sine of θ_y is the length of
+    x - w cos θ_y, so value and gradient are exact and finite from θ = 0 to π. The gradient is the true one;
     `straight_through=True` gives the target the slope s of a plain cosine, as InsightFace's PyTorch code does. See also
     `NormalizedSoftmaxLoss`. Deng et al. 2019, arXiv:1801.07698, eq. 3; m 0.5, s 64 from there; sub-centres Deng et al.
     2020.
@@ -88,10 +88,10 @@ class ArcFaceLoss(ClassLoss):
         return self.sub_centers
 
     def own(self, own: Own) -> Tensor:
-        cos, sin = own.turn
-        target = turned(cos, sin, self.margin)
+        target = turned(own.cos, own.sin, self.margin)
         if self.straight_through:
-            target = differentiable_once(cos + (target - cos).detach(), "ArcFaceLoss(straight_through=True)")
+            straight = own.cos + (target - own.cos).detach()
+            target = differentiable_once(straight, "ArcFaceLoss(straight_through=True)")
         return target
 
 
@@ -141,8 +141,7 @@ class SphereFaceLoss(ClassLoss):
         call.given["annealing"] = self.annealing
 
     def own(self, own: Own) -> Tensor:
-        alive = own.length > 0
-        cos = torch.where(alive, own.cos / torch.where(alive, own.length, 1.0), 0.0)
+        cos = own.cos / own.length.clamp(min=torch.finfo(own.length.dtype).tiny)  # of |x| cos θ
         share = own.call.given["annealing"]  # of the plain cosine
         return own.length * (share * cos + angles.psi(cos, self.margin)) / (1 + share)
 

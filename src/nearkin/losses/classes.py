@@ -181,9 +181,9 @@ class Own:
         return self.rivals.own
 
     @cached_property
-    def turn(self) -> tuple[Tensor, Tensor]:
-        """The cosine and the sine of their angle, exact near 0 and π."""
-        return angles.cos_sin(self.call.anchors, self.call.own_row())
+    def sin(self) -> Tensor:
+        """The sine of their angle."""
+        return angles.sine(self.cos, self.call.anchors, self.call.own_row())
 
 
 class ClassLoss(Loss):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, class_blocks, distances, reduce, relations
+from nearkin.core import checks, class_blocks, class_scores, distances, reduce, relations
 from nearkin.core.class_blocks import Form
+from nearkin.core.class_scores import Rivals
 from nearkin.dist import collectives
 from nearkin.losses import class_shards, logits
 from nearkin.losses.class_shards import Shard
@@ -163,8 +164,9 @@ class ProxyAnchorLoss(ProxyLoss):
     )
 
     def value(self, call: ClassCall) -> Tensor:
-        local = call.known & (call.ids < call.weight.shape[0])
-        pulls, number, pushes = self._whole(call, local) if call.fits() else self._blocks(call, local)
+        rivals = self._rivals(call)
+        pulls, number = self._pulled(call, rivals.own)
+        pushes = reduce.softplus(rivals.peak + self.scale * self.margin + rivals.rest).sum()
         sums = class_shards.sum_over_processes(call.shard, pulls, number, pushes, torch.as_tensor(call.taint))
         pulls, number, pushes, call.taint = sums
         value = pulls / number.clamp(min=1) + pushes / call.number
@@ -172,48 +174,30 @@ class ProxyAnchorLoss(ProxyLoss):
             value = value + call.addend.sum().to(value.dtype)
         return call.tainted(value)
 
-    def _whole(self, call: ClassCall, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum of pulls, how many proxies have one, and the sum of pushes."""
-        x, rows, _ = call.rows
-        scores, column, shift = (self.scale * x) @ rows.T, call.local[:, None], self.scale * self.margin
-        none = reduce.log_zero(scores)
-        own, here = scores.gather(1, column), local[:, None]
-        empty = torch.full_like(scores, none, requires_grad=False)
-        pull = empty.scatter(1, column, torch.where(here, shift - own, none)).logsumexp(0)  # (C,)
-        others = scores.scatter(1, column, torch.where(here, none, own.detach()) if call.shard else none)
-        push = torch.where(call.known[:, None], others, none).logsumexp(0)
-        return reduce.softplus(pull).sum(), (pull > none / 2).sum(), reduce.softplus(push + shift).sum()
-
-    def _blocks(self, call: ClassCall, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, the similarities a block of classes at a time."""
-        x = call.anchors.to(torch.promote_types(call.anchors.dtype, call.weight.dtype))
-        ids, form = torch.where(call.known, call.ids, -1), Form(by_class=True)
-        picks = call.local[:, None]
-        task = (self.scale * x, call.weight, None, ids, picks, form, self.max_memory)
+    def _rivals(self, call: ClassCall) -> Rivals:
+        """Of each proxy the log-sum-exp over the items of other classes, (C,); of each item its own cosine, (B,)."""
+        ids = torch.where(call.known, call.ids, -1)
+        if call.fits():
+            x, rows, _ = call.rows
+            return class_scores.rivals(x @ rows.T, ids, self.scale, some=call.shard is not None, by_class=True)
+        x, form = call.anchors.to(torch.promote_types(call.anchors.dtype, call.weight.dtype)), Form(by_class=True)
+        task = (self.scale * x, call.weight, None, ids, call.local[:, None], form, self.max_memory)
         peak, rest, own, call.taint = class_blocks.scan(*task)
-        cosine = (x * distances.unit(own[:, 0])).sum(1)
-        pulls, number = _pull_own(cosine, peak, call.local, local, self.margin, self.scale)
-        return pulls, number, reduce.softplus(peak + self.scale * self.margin + rest).sum()
+        return Rivals(peak, rest, (x * distances.unit(own[:, 0])).sum(1))
+
+    def _pulled(self, call: ClassCall, own: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum over the proxies with an item of log(1 + Σ_{x of p} e^{-α (s_xp - δ)}), and how many these are."""
+        ids, here = call.local, call.known & (call.ids < call.weight.shape[0])
+        far = torch.where(here, self.scale * (self.margin - own), -torch.inf)  # (B,)
+        none = torch.zeros_like(call.weight[:, 0], dtype=far.dtype, requires_grad=False)  # (C,)
+        level = none.scatter_reduce(0, ids, far.detach(), "amax")  # 0 at the least
+        total = none.index_add(0, ids, (far - level.index_select(0, ids)).exp())
+        number = none.scatter_reduce(0, ids, here.to(far.dtype), "amax").sum()
+        return ((total + (-level).expm1()).log1p() + level).sum(), number
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """α cos to the proxy of every class, (B, C), without the margin; differentiable."""
         return super().get_logits(embeddings)
-
-
-def _pull_own(
-    own: Tensor, like: Tensor, ids: Tensor, known: Tensor, margin: float, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The sum over the proxies with an item of log(1 + Σ_{x of p} e^{-α (s_xp - δ)}), from each item's own proxy, and
-    the number of these. like: (C,)."""
-    far = torch.where(known, -scale * (own - margin), -torch.inf)  # (B,)
-    empty = torch.full_like(like, -torch.inf, dtype=far.dtype)
-    top = empty.scatter_reduce(0, ids, far.detach(), "amax")
-    present = top > -torch.inf
-    level = torch.where(present, top, 0.0)
-    parts = torch.where(known, (torch.where(known, far, 0.0) - level[ids]).exp(), 0.0)
-    total = torch.zeros_like(level).index_add(0, ids, parts)
-    pulls = reduce.softplus(torch.where(present, torch.where(present, total, 1.0).log() + level, 0.0))
-    return torch.where(present, pulls, 0.0).sum(), present.sum()
 
 
 proxy_nca_loss = function_of(ProxyNCALoss, "proxy_nca_loss")

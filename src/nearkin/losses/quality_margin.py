@@ -80,7 +80,7 @@ class AdaFaceLoss(ClassLoss):
 
     def own(self, own: Own) -> Tensor:
         """cos(clip(θ - m z, ε, π - ε)) - m z - m."""
-        (cos, sin), given, m = own.turn, own.call.given, self.margin
+        cos, sin, given, m = own.cos, own.sin, own.call.given, self.margin
         with torch.no_grad():
             length = own.length.clamp(SHORTEST, LONGEST)
             quality = (self.concentration * (length - given["mean"]) / (given["std"] + EPSILON)).clamp(-1, 1)
@@ -176,7 +176,7 @@ class MagFaceLoss(ClassLoss):
     def own(self, own: Own) -> Tensor:
         rate = (self.upper_margin - self.lower_margin) / (self.upper_length - self.lower_length)
         within = own.length.clamp(self.lower_length, self.upper_length)
-        return turned(*own.turn, self.lower_margin + rate * (within - self.lower_length))
+        return turned(own.cos, own.sin, self.lower_margin + rate * (within - self.lower_length))
 
     def value(self, call: ClassCall) -> Tensor:
         if self.length_weight and call.reduction == "active":
