@@ -107,7 +107,7 @@ class _Others(HandGradient):
         same.scatter_(1, column, -torch.inf if here is None else own.masked_fill(here, -torch.inf))
         if dim == 0:
             same.masked_fill_((ids < 0)[:, None], -torch.inf)
-        top = same.amax(dim, keepdim=True) if len(ids) else same.new_full((1 - dim or len(ids), last + 1), -torch.inf)
+        top = same.amax(dim, keepdim=True) if len(ids) or dim else same.new_full((1, last + 1), -torch.inf)
         alone = last == 0 or dim == 0  # there may be no others
         if alone:
             top = torch.where(top == -torch.inf, 0.0, top)
@@ -150,7 +150,7 @@ def _plain(scores: Tensor, ids: Tensor, scale: float | Tensor, some: bool, dim: 
     own = scores.gather(1, column[:, None]).squeeze(1)
     others = others & (ids >= 0)[:, None] if dim == 0 else others
     masked = torch.where(others, scores, -torch.inf)
-    top = masked.detach().amax(dim) if len(ids) else masked.new_full(masked.shape[1 - dim :][:1], -torch.inf)
+    top = masked.detach().amax(dim) if len(ids) or dim else masked.new_full(masked.shape[1:], -torch.inf)
     top = torch.where(top == -torch.inf, 0.0, top)
     total = (scale * (masked - top.unsqueeze(dim))).exp().sum(dim)
     rest = torch.where(total == 0, reduce.log_zero(total), torch.where(total == 0, 1.0, total).log())

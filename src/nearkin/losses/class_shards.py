@@ -213,7 +213,7 @@ def join(
         return peak, rest, term, taint
     term = torch.where(ids < shard.number, term, 0.0).to(rest.dtype)
     joined: tuple[Tensor, Tensor, Tensor, Tensor] = _Join.call(
-        shard.group, peak, rest, term, torch.as_tensor(taint, device=rest.device)
+        shard.group, peak, rest, term, torch.as_tensor(taint, dtype=torch.float32, device=rest.device)
     )
     return joined
 

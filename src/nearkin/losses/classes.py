@@ -81,15 +81,12 @@ class ClassCall:
         return distances.unit(self.x) if unit else distances.upcast(self.x)
 
     @cached_property
-    def rows(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Anchors and class weights as they are multiplied, of one type, and which weights are 0, (C·K,)."""
-        rows, zero = distances.upcast(self.weight), None
-        if self.loss.unit_weights:
-            rows, inverse = distances.units(self.weight, torch.promote_types(self.weight.dtype, torch.float32))
-            zero = inverse.squeeze(1) == 0
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Anchors and class weights as they are multiplied, of one type."""
+        rows = distances.unit(self.weight) if self.loss.unit_weights else distances.upcast(self.weight)
         kind = torch.promote_types(self.anchors.dtype, rows.dtype)
-        self.taint = torch.as_tensor(reduce.taint(self.weight, self.bias))
-        return self.anchors.to(kind), rows.to(kind), zero
+        self.taint = reduce.taint(self.weight, self.bias)
+        return self.anchors.to(kind), rows.to(kind)
 
     def rivals(self, scale: float | Tensor = 1.0, **how: Any) -> Rivals:
         """How the other classes score at scale · <x, w> + bias. how: `several`, `temperature` and `lost` of a `Form`.
@@ -103,10 +100,10 @@ class ClassCall:
         return self._whole(scale, form) if self.fits() else self._blocks(scale, form)
 
     def _whole(self, scale: float | Tensor, form: Form) -> Rivals:
-        x, rows, zero = self.rows
+        x, rows = self.rows
         local, bias = self.local, self.bias
         if form.lost:
-            bias = torch.where(zero, form.lost, 0.0).to(x.dtype)  # type: ignore[arg-type]
+            bias = torch.where(reduce.any_in_row(rows.detach() != 0), 0.0, form.lost).to(x.dtype)
         if bias is not None:
             x, scale = scale * x, 1.0
         self.own_row = lambda: rows.index_select(0, local)
@@ -161,7 +158,8 @@ class ClassCall:
 
     def tainted(self, value: Tensor) -> Tensor:
         """NaN where the batch or a class weight is not finite."""
-        return value + reduce.taint(self.embeddings) + self.taint
+        taint = reduce.taint(self.embeddings) + self.taint
+        return value if isinstance(taint, float) and taint == 0 else value + taint
 
 
 class Own:

@@ -178,7 +178,7 @@ class ProxyAnchorLoss(ProxyLoss):
         """Of each proxy the log-sum-exp over the items of other classes, (C,); of each item its own cosine, (B,)."""
         ids = torch.where(call.known, call.ids, -1)
         if call.fits():
-            x, rows, _ = call.rows
+            x, rows = call.rows
             return class_scores.rivals(x @ rows.T, ids, self.scale, some=call.shard is not None, by_class=True)
         x, form = call.anchors.to(torch.promote_types(call.anchors.dtype, call.weight.dtype)), Form(by_class=True)
         task = (self.scale * x, call.weight, None, ids, call.local[:, None], form, self.max_memory)
