@@ -141,9 +141,10 @@ class SphereFaceLoss(ClassLoss):
         call.given["annealing"] = self.annealing
 
     def own(self, own: Own) -> Tensor:
-        cos = own.cos / own.length.clamp(min=torch.finfo(own.length.dtype).tiny)  # of |x| cos θ
+        length = own.length
+        cos = own.cos / length.clamp(min=torch.finfo(length.dtype).tiny)  # of |x| cos θ
         share = own.call.given["annealing"]  # of the plain cosine
-        return own.length * (share * cos + angles.psi(cos, self.margin)) / (1 + share)
+        return length * (share * cos + angles.psi(cos, self.margin)) / (1 + share)
 
     def learn(self, call: ClassCall) -> None:
         self.steps = self.steps + 1  # a new tensor: a backward may still read the old one

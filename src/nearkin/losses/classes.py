@@ -8,7 +8,7 @@ from __future__ import annotations  # torch 2.6 compiles no function within one 
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cached_property, wraps
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
@@ -59,6 +59,8 @@ class ClassCall:
         self.x = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
         self.reduction = loss.reduction
         self.taint: Tensor | float = 0.0  # of the class weights
+        self._anchors: Tensor | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
 
     @property
     def number(self) -> int:
@@ -74,15 +76,26 @@ class ClassCall:
         """Whether all scores are made in one piece."""
         return class_blocks.fits(self.embeddings, self.weight, self.loss.max_memory)
 
-    @cached_property
+    @property
     def anchors(self) -> Tensor:
         """The embeddings as they are compared: of unit length, or as they are."""
-        unit = self.given.get("normalize", self.loss.unit_anchors)
-        return distances.unit(self.x) if unit else distances.upcast(self.x)
+        if self._anchors is None:
+            unit = self.given.get("normalize", self.loss.unit_anchors)
+            self._anchors = distances.unit(self.x) if unit else distances.upcast(self.x)
+        return self._anchors
 
-    @cached_property
+    @anchors.setter
+    def anchors(self, anchors: Tensor) -> None:
+        self._anchors = anchors
+
+    @property
     def rows(self) -> tuple[Tensor, Tensor]:
         """Anchors and class weights as they are multiplied, of one type."""
+        if self._rows is None:
+            self._rows = self._alike()
+        return self._rows
+
+    def _alike(self) -> tuple[Tensor, Tensor]:
         rows = distances.unit(self.weight) if self.loss.unit_weights else distances.upcast(self.weight)
         kind = torch.promote_types(self.anchors.dtype, rows.dtype)
         self.taint = reduce.taint(self.weight, self.bias)
@@ -168,7 +181,7 @@ class Own:
     def __init__(self, call: ClassCall, rivals: Rivals, scale: float | Tensor) -> None:
         self.call, self.rivals, self.scale = call, rivals, scale
 
-    @cached_property
+    @property
     def length(self) -> Tensor:
         """Of the embedding."""
         return distances.length(self.call.x, distances.wide(self.call.x)).to(self.rivals.rest.dtype)
@@ -178,7 +191,7 @@ class Own:
         """The cosine of their angle, as the scores have it."""
         return self.rivals.own
 
-    @cached_property
+    @property
     def sin(self) -> Tensor:
         """The sine of their angle."""
         return angles.sine(self.cos, self.call.anchors, self.call.own_row())
