@@ -14,16 +14,16 @@ def cosine(x, w):
 
 
 def heated(loss, x):
-    return loss._scale * cosine(x, loss.weight) + loss.bias.double()
+    return loss.__dict__["scale"] * cosine(x, loss.weight) + loss.bias.double()
 
 
 def standardised(loss, x):
     y = (x.double() - loss.running_mean.double()) / (loss.running_var.double() + 1e-5).sqrt()
-    return loss._scale / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
+    return loss.__dict__["scale"] / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
 
 
 def soft(loss, x):
-    each = cosine(x, loss.centers).view(len(x), C, 3)
+    each = cosine(x, loss.weight).view(len(x), C, 3)
     return 20 * ((each / 0.1).softmax(2) * each).sum(2)
 
 
@@ -45,12 +45,12 @@ CASES = {
         lambda: losses.SphereFaceLoss(C, D),
         lambda m, x: x.double().norm(dim=1, keepdim=True) * cosine(x, m.weight),
     ),
-    "Proxy-NCA": (lambda: losses.ProxyNCALoss(C, D), lambda m, x: -9 * (2 - 2 * cosine(x, m.proxies))),
+    "Proxy-NCA": (lambda: losses.ProxyNCALoss(C, D), lambda m, x: -9 * (2 - 2 * cosine(x, m.weight))),
     "Proxy-NCA, several": (
         lambda: losses.ProxyNCALoss(C, D, proxies_per_class=2),
-        lambda m, x: (-9 * (2 - 2 * cosine(x, m.proxies))).view(len(x), C, 2).amax(2),
+        lambda m, x: (-9 * (2 - 2 * cosine(x, m.weight))).view(len(x), C, 2).amax(2),
     ),
-    "Proxy-Anchor": (lambda: losses.ProxyAnchorLoss(C, D), lambda m, x: 32 * cosine(x, m.proxies)),
+    "Proxy-Anchor": (lambda: losses.ProxyAnchorLoss(C, D), lambda m, x: 32 * cosine(x, m.weight)),
     "SoftTriple": (lambda: losses.SoftTripleLoss(C, D, centers_per_class=3), soft),
     "center": (lambda: losses.CenterLoss(C, D), lambda m, x: x.double() @ m.weight.double().T + m.bias),
 }
