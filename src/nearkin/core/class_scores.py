@@ -26,9 +26,9 @@ class Rivals(NamedTuple):
 
 def cosines(x: Tensor, rows: Tensor, centers: int) -> Tensor:
     """Products of unit rows with K centres of each class, (B, K, C): classes last, where machines reduce fastest."""
-    classes = len(rows) // centers
-    first = rows.view(classes, centers, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
-    return (x @ first.T).view(len(x), centers, classes)
+    kind, classes = torch.promote_types(x.dtype, rows.dtype), len(rows) // centers
+    first = rows.to(kind).view(classes, centers, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
+    return (x.to(kind) @ first.T).view(len(x), centers, classes)
 
 
 def of_classes(products: Tensor, several: str, temperature: float) -> tuple[Tensor, Tensor | None]:

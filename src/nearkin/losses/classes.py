@@ -53,7 +53,9 @@ class ClassCall:
     ) -> None:
         self.loss, self.embeddings, self.labels, self.shard, self.given = loss, embeddings, labels, shard, given
         self.weight, self.bias, self.tensors = tensors["weight"], tensors.get("bias"), tensors
-        if not loss.by_relation:
+        if loss.by_relation:
+            checks.rows("embeddings", embeddings)
+        else:
             task = (embeddings, labels, self.weight, shard, loss.per_class)
             self.ids, self.known, self.addend = class_shards.local_ids(*task)
         self.x = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))

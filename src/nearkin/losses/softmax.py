@@ -77,12 +77,12 @@ class HeatedSoftmaxLoss(ClassLoss):
     running_mean: Tensor
     running_var: Tensor
 
-    def _scale_now(self) -> Tensor | float:
+    def _scale_now(self) -> Tensor:
         """The scale now: warm before the heat, hot after it. Setting it changes the warm one."""
-        warm: float = self.__dict__["scale"]
-        if self.heat_after is None or "steps" not in self._buffers:
-            return warm
-        return torch.where(self.steps >= self.heat_after, self.heated_scale, warm).to(distances.wide(self.steps))
+        heated = torch.zeros_like(self.steps, dtype=torch.bool)
+        if self.heat_after is not None:
+            heated = self.steps >= self.heat_after
+        return torch.where(heated, self.heated_scale, self.__dict__["scale"]).to(distances.wide(self.steps))
 
     scale: float = setting(
         default=16.0,
@@ -128,14 +128,14 @@ class HeatedSoftmaxLoss(ClassLoss):
             self.register_buffer("running_var", torch.ones(self.dim))
 
     def prepare(self, call: ClassCall) -> None:
-        scale = self.scale
+        scale = self.__dict__["scale"] if self.heat_after is None else self.scale
         if self.norm == "batch":
             call.anchors = self._standardised(call.x)
             scale = scale / math.sqrt(self.weight.shape[1])
         call.given |= {"scale": scale}
 
     def value(self, call: ClassCall) -> Tensor:
-        rivals = call.rivals(call.given.get("scale", self.scale))
+        rivals = call.rivals(call.given.get("scale", self.__dict__["scale"]))
         return call.reduced(call.entropy(rivals, rivals.own))
 
     def learn(self, call: ClassCall) -> None:
@@ -157,7 +157,7 @@ class HeatedSoftmaxLoss(ClassLoss):
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """α cos + b of every class, (B, C), with the present scale; norm="batch" by the statistics learned so far."""
         x = logits.checked(self, embeddings, self.weight)
-        scale = self.scale
+        scale = self.scale.to(x.dtype)
         if self.norm == "l2":
             return logits.of_cosines(self, x, self.weight, scale) + self.bias
         y = batch_norm(distances.upcast(x), self.running_mean.to(x.dtype), self.running_var.to(x.dtype))
