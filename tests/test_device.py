@@ -57,6 +57,16 @@ def test_a_bad_label_is_nan_there_and_an_error_when_strict(case):
         case.build(torch.float32).cuda()(x.cuda(), labels)
 
 
+@pytest.mark.parametrize("case", LOSSES, ids=str)
+def test_strict_changes_no_value(case):
+    x, labels = (t.cuda() for t in case.batch(torch.float32))
+    outcomes = []
+    for on in (False, True):
+        with nearkin.strict(on):
+            outcomes.append(step(case.build(torch.float32).cuda(), x, labels))
+    assert all(map(torch.equal, *outcomes))
+
+
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_selections_equal_the_cpu_without_waiting(name, no_waiting):
     torch.cuda.set_sync_debug_mode("default")

@@ -77,6 +77,7 @@ def assert_lengths(got):
     assert torch.tensor(got).nan_to_num(7).tolist() == pytest.approx([1, 0, 1, 7, 0, 1], abs=1e-2)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU itself judges the kernel")
 def test_equals_float64_in_the_interpreter():
     errors, of_lengths = interpreted(__file__, "in_the_interpreter")
     assert max(map(max, errors)) < 2e-6, errors

@@ -12,6 +12,7 @@ from cases import masks
 from nearkin import losses, mining, relations
 from nearkin.core import distances
 from nearkin.core.angles import psi, sine
+from nearkin.losses import rank, structured
 from nearkin.losses.cluster import facility_location
 from nearkin.training import grad_cache
 
@@ -733,3 +734,14 @@ def test_vicreg_of_long_rows_is_as_exact_in_float32(size):
 def test_vicreg_beyond_float32_is_finite(size):
     value, slope = vicreg_outcome(size * torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.float32)
     assert 1e37 < value < math.inf and slope.isfinite().all()
+
+
+def test_a_check_that_reads_values_chooses_no_path(monkeypatch):
+    """As under `strict` on a device: N-pair and Smooth-AP go the way that they go there."""
+    monkeypatch.setattr(distances, "freely_read", lambda tensor: False)
+    monkeypatch.setattr(structured, "_between_sides", None)
+    x, y = torch.randn(8, 4, dtype=f64), torch.arange(8) // 2
+    assert losses.npair_loss(x, y).isfinite()
+    assert rank._slots(torch.tensor([2, 3]), 7, None) == 7
+    with pytest.raises(ValueError, match="max_positives must be"):
+        rank._slots(torch.tensor([2, 3]), 7, 2)
