@@ -94,7 +94,7 @@ OWN = {
     ("VICRegLoss", "epsilon"): (0.3, 0, "epsilon must be > 0, got 0"),
 }
 # Any value does for a switch, and a generator is checked by torch when it draws.
-UNCHECKED = {"squared", "swap", "normalize", "sigmoid", "straight_through", "dynamic", "generator"}
+UNCHECKED = {"squared", "swap", "normalize", "sigmoid", "straight_through", "dynamic", "kernel", "generator"}
 
 
 def make(name, **settings):

@@ -5,14 +5,14 @@ margin. Gradients by embeddings and weights are written block by block, in place
 compiler does not unroll thousands of blocks; a second derivative is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances, reduce
-from nearkin.core.autograd import differentiable_once
+from nearkin.core.autograd import device_type, differentiable_once
 from nearkin.core.class_scores import cosines
 
 __all__ = ["Form", "Pass", "block", "finished", "fits", "gradient_kind", "own_rows", "scan"]
@@ -66,7 +66,7 @@ def own_rows(x: Tensor, weight: Tensor, ids: Tensor, form: Form) -> Tensor:
     if form.centers == 1 or form.several == "soft":
         return every
     rows = _rows(weight.index_select(0, every.flatten()), form.normalize, x.dtype)[0]
-    scores = (rows.view(*every.shape, -1) * x[:, None, :]).sum(2)
+    scores = (rows.view(*every.shape, x.shape[1]) * x[:, None, :]).sum(2)
     if form.lost:
         scores = scores + torch.where(reduce.any_in_row(rows != 0), 0.0, form.lost).view(scores.shape)
     return every.gather(1, scores.argmax(1, keepdim=True))
@@ -98,6 +98,16 @@ def _rows(weight: Tensor, normalize: bool, kind: torch.dtype) -> tuple[Tensor, T
     """Class weights as they are multiplied, and the inverses of their lengths."""
     bounded = distances.upcast(weight)
     return distances.unit_rows(bounded.to(kind), kind) if normalize else (bounded.to(kind), None)
+
+
+def _exact(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """A pass whose products are never of half precision under autocast."""
+
+    def exact(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        with torch.autocast(device_type(x), enabled=False):
+            return run(x, *others)
+
+    return exact
 
 
 class _Block:
@@ -161,6 +171,7 @@ def _blocks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
         yield start, weight[start : start + size]
 
 
+@_exact
 def _run_scan(
     x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, picks: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -182,7 +193,7 @@ def _run_scan(
         taint = taint + reduce.taint(part)
     rest, _ = finished(total, x)
     own = weight.index_select(0, picks.flatten()).to(x.dtype, copy=True)
-    return _level(peak), rest, own.view(*picks.shape, -1), taint
+    return _level(peak), rest, own.view(*picks.shape, weight.shape[1]), taint
 
 
 def finished(total: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,6 +208,7 @@ def _level(peak: Tensor) -> Tensor:
     return torch.where(peak == -torch.inf, 0.0, peak)
 
 
+@_exact
 def _run_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, picks: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nearkin.core import reduce
-from nearkin.core.autograd import HandGradient, gradients_again, traced
+from nearkin.core.autograd import HandGradient, device_type, gradients_again, traced
 
-__all__ = ["Rivals", "cosines", "cross_entropy", "of_classes", "rivals", "soft_maximum"]
+__all__ = ["Rivals", "cosines", "cross_entropy", "of_classes", "product", "rivals", "soft_maximum"]
 
 
 class Rivals(NamedTuple):
@@ -28,7 +28,32 @@ def cosines(x: Tensor, rows: Tensor, centers: int) -> Tensor:
     """Products of unit rows with K centres of each class, (B, K, C): classes last, where machines reduce fastest."""
     kind, classes = torch.promote_types(x.dtype, rows.dtype), len(rows) // centers
     first = rows.to(kind).view(classes, centers, rows.shape[1]).transpose(0, 1).reshape(rows.shape)
-    return (x.to(kind) @ first.T).view(len(x), centers, classes)
+    return product(x.to(kind), first).view(len(x), centers, classes)
+
+
+def product(x: Tensor, rows: Tensor) -> Tensor:
+    """Products of all anchors with all rows, (B, C): never of half precision, forward and backward, under autocast."""
+    value: Tensor = (_plain_product if traced() else _Product.call)(x, rows)
+    return value
+
+
+def _plain_product(x: Tensor, rows: Tensor) -> Tensor:
+    with torch.autocast(device_type(x), enabled=False):
+        return x @ rows.T
+
+
+class _Product(HandGradient):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(x, rows)
+        return _plain_product(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, rows = ctx.saved_tensors
+        with torch.autocast(device_type(x), enabled=False):
+            by_x = slope @ rows if ctx.needs_input_grad[0] else None
+            return by_x, slope.T @ x if ctx.needs_input_grad[1] else None
 
 
 def of_classes(products: Tensor, several: str, temperature: float) -> tuple[Tensor, Tensor | None]:
@@ -80,8 +105,10 @@ def rivals(
     The scores must be of the caller's own making: they are written to, and are what they were afterwards. some: the
     classes are some of all; an anchor of another has ids[i] = C, all are its rivals and `own` means nothing.
     """
-    if isinstance(scale, Tensor) and scale.requires_grad:  # it learns through the scores
-        scores, scale = scores * (scale / scale.detach()), scale.detach()
+    if isinstance(scale, Tensor) and scale.requires_grad:  # it learns through the scores of the others
+        of_others = rivals(scores * (scale / scale.detach()), ids, scale.detach(), some=some, by_class=by_class)
+        column = ids.clamp(0, scores.shape[1] - 1)[:, None]
+        return of_others._replace(own=scores.gather(1, column).squeeze(1))
     own, peak, rest = (_plain if traced() else _Others.call)(scores, ids, scale, some, 0 if by_class else 1)
     return Rivals(peak, rest, own)
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec
 import torch
 from torch import Tensor, nn
 
+from nearkin import kernels
 from nearkin.core import angles, checks, class_blocks, class_scores, distances, reduce
 from nearkin.core.autograd import device_type
 from nearkin.core.class_blocks import Form
@@ -112,7 +113,14 @@ class ClassCall:
         if self.shard is not None and self.shard.number == 0:  # none of the sampled classes
             self.own_row = lambda: torch.zeros_like(self.anchors)
             return class_shards.no_rivals(self.anchors, self.weight)
-        return self._whole(scale, form) if self.fits() else self._blocks(scale, form)
+        run = self._run(form)
+        return self._whole(scale, form) if self.fits() and not run else self._blocks(scale, form, run)
+
+    def _run(self, form: Form) -> int:
+        """Class weights at a time of the kernel, which beats all scores in memory; 0 where it is not taken."""
+        if not self.loss.kernel or form.centers > 1 or (self.loss.max_memory is not None and self.fits()):
+            return 0
+        return kernels.run(self.embeddings, self.weight, self.loss.max_memory)
 
     def _whole(self, scale: float | Tensor, form: Form) -> Rivals:
         x, rows = self.rows
@@ -123,7 +131,8 @@ class ClassCall:
             x, scale = scale * x, 1.0
         self.own_row = lambda: rows.index_select(0, local)
         if form.centers == 1:
-            scores = x @ rows.T if bias is None else torch.addmm(bias.to(x.dtype), x, rows.T)
+            scores = class_scores.product(x, rows)
+            scores = scores if bias is None else scores + bias
             return class_scores.rivals(scores, self.ids, scale, some=self.shard is not None)
         products = class_scores.cosines(x, rows, form.centers)  # (B, K, C)
         if bias is not None:
@@ -138,14 +147,13 @@ class ClassCall:
             self.own_row = lambda: rows.index_select(0, local * form.centers + best)
         return rivals
 
-    def _blocks(self, scale: float | Tensor, form: Form) -> Rivals:
+    def _blocks(self, scale: float | Tensor, form: Form, run: int) -> Rivals:
         x = self.anchors.to(torch.promote_types(self.anchors.dtype, self.weight.dtype))
         picks = class_blocks.own_rows(scale * x, self.weight, self.ids, form)
         passed = form
         if form.several == "soft":  # of cosines that have been scaled
             passed = form._replace(temperature=form.temperature * scale)
-        task = (scale * x, self.weight, self.bias, self.ids, picks, passed, self.loss.max_memory)
-        peak, rest, own, weights_taint = class_blocks.scan(*task)
+        peak, rest, own, weights_taint = self._scanned(scale * x, picks, passed, run)
         self.taint = weights_taint + reduce.taint(self.bias)
         own = own.flatten(0, 1)
         own = (distances.unit(own) if form.normalize else distances.upcast(own)).view(*picks.shape, x.shape[1])
@@ -158,6 +166,16 @@ class ClassCall:
         if form.lost:
             score = scale * score + torch.where(reduce.any_in_row(own[:, 0].detach() != 0), 0.0, form.lost)
         return Rivals(peak, rest, score)
+
+    def _scanned(self, x: Tensor, picks: Tensor, form: Form, run: int) -> class_blocks.Pass:
+        """The pass over blocks of classes, in plain torch or in the kernel."""
+        if not run:
+            return class_blocks.scan(x, self.weight, self.bias, self.ids, picks, form, self.loss.max_memory)
+        from nearkin.kernels import many_classes
+
+        task = (self.embeddings, x, self.weight, self.ids, form.normalize, form.lost, run)
+        peak, rest, own, taint = many_classes.rivals(*task)
+        return class_blocks.Pass(peak, rest, own[:, None], taint)
 
     def entropy(self, rivals: Rivals, target: Tensor, soft: bool = True) -> Tensor:
         """-log of the own class's part of the softmax over the classes of all processes, (B,), from its score."""
@@ -233,6 +251,10 @@ class ClassLoss(Loss):
         whole=True,
         text="bytes of scores at once; beyond it blocks of classes pass by. None: a modest size",
     )
+    kernel: bool = setting(
+        default=True,
+        text="very many class weights of bfloat16 on a GPU pass by in a Triton kernel; False: in plain torch",
+    )
     shard: bool = setting(
         default=False,
         only="class",
@@ -305,6 +327,7 @@ def function_of(loss: Callable[P, ClassLoss], name: str) -> Callable[Concatenate
     """The function form of a loss class: the batch, its class weights, then the settings by keyword."""
     make: Any = loss
     own = {key: s for key, s in make.fields.items() if not s.shapes and s.only is None}
+    told = dict(make.given)
 
     @wraps(loss, updated=())
     def function(
@@ -313,15 +336,16 @@ def function_of(loss: Callable[P, ClassLoss], name: str) -> Callable[Concatenate
         if make.weight_was in settings:
             raise TypeError(f"{make.weight_was} of {name} is weight now")
         named = dict(zip(make.tensors, learned, strict=False))
-        tensors = named | {key: settings.pop(key) for key in make.tensors if key in settings and key not in named}
+        tensors = named | {key: settings[key] for key in make.tensors if key in settings and key not in named}
         missing = [key for key in make.tensors if key not in tensors]
         if missing or len(learned) > len(make.tensors):
             wanted = ", ".join(("embeddings", "labels", *make.tensors))
             raise TypeError(f"{name} takes {wanted} and settings by keyword, got {2 + len(tensors)} tensors")
-        given = {key: settings.pop(key, s.default) for key, s in make.given.items()}
-        for key, value in given.items():
-            make.given[key].check(key, value)
-        kind = make.bare(**settings)
+        given = {key: settings.get(key, s.default) for key, s in told.items()}
+        for key, s in told.items():
+            s.check(key, given[key])
+        others = {key: value for key, value in settings.items() if key not in told and tensors.get(key) is not value}
+        kind = make.bare(**others)
         call = ClassCall(kind, embeddings, labels, tensors, shard, given | {"labels": labels, "shard": shard})
         with torch.autocast(device_type(embeddings), enabled=False):
             value: Tensor = kind.value(call)
@@ -333,7 +357,7 @@ def function_of(loss: Callable[P, ClassLoss], name: str) -> Callable[Concatenate
     named = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=s.default,
                           annotation=hints[key].annotation if key in hints else Any)
-        for key, s in {**make.given, **own}.items()
+        for key, s in {**told, **own}.items()
     ]  # fmt: skip
     named.append(inspect.Parameter("shard", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Shard | None))
     function.__signature__ = inspect.Signature([*batch, *named], return_annotation=Tensor)  # type: ignore[attr-defined]

@@ -72,6 +72,7 @@ class HeatedSoftmaxLoss(ClassLoss):
     """
 
     along_dim = ("weight", "running_mean", "running_var")
+    kernel = None  # it knows no biases
     tensors = ("weight", "bias")
     steps: Tensor
     running_mean: Tensor
