@@ -71,7 +71,7 @@ def gaps(targets: Tensor, reference_targets: Tensor | None = None) -> Tensor:
 
 
 def _plain(module: nn.Module, *leave: str) -> dict[str, Any]:
-    return {k: v for k, v in module.settings.items() if k not in ("generator", "selection", *leave)}
+    return {k: v for k, v in module.settings.items() if k not in ("generator", "selection", "kernel", *leave)}
 
 
 def _euclidean(x: Tensor, references: Tensor | None, normalize: bool) -> Tensor:
