@@ -137,7 +137,7 @@ class FacilityLocationLoss(Loss):
     )
     normalize: bool = setting(default=True, text="embeddings are scaled to unit length first")
 
-    def start(self) -> None:
+    def make(self) -> None:
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.medoids: Tensor | None = None
         self.assignment: Tensor | None = None

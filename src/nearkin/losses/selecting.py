@@ -63,7 +63,7 @@ class SelectingLoss(PairLoss):
         text="most positives of an anchor, where they cannot be counted without waiting: faster; None: any number",
     )
 
-    def start(self) -> None:
+    def make(self) -> None:
         if isinstance(self.sampling_dim, str):
             self.running_dim = RunningDim()
 
