@@ -121,7 +121,9 @@ class SphereFaceLoss(ClassLoss):
     margin: int = setting(
         default=4, whole=True, kw_only=False, search=Choices((2, 3, 4)), text="m, an integer; 4: the paper's"
     )
-    start: float = setting(default=1000.0, at_least=0, only="class", text="λ at the first step; 1000: the released code's")
+    start: float = setting(
+        default=1000.0, at_least=0, only="class", text="λ at the first step; 1000: the released code's"
+    )
     decay: float = setting(
         default=0.12, at_least=0, only="class", text="how fast λ falls with the steps; 0.12: the released code's"
     )

@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Concatenate, ParamSpec
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nearkin import kernels
 from nearkin.core import angles, checks, class_blocks, class_scores, distances, reduce
-from nearkin.core.autograd import device_type
+from nearkin.core.autograd import full_precision
 from nearkin.core.class_blocks import Form
 from nearkin.core.class_scores import Rivals
 from nearkin.core.labels import Labels
@@ -305,7 +305,7 @@ class ClassLoss(Loss):
         if rows is not None:
             tensors |= {name: tensors[name].index_select(0, rows) for name in ("weight", "bias") if name in tensors}
         call = ClassCall(self, embeddings, labels, tensors, shard, given)
-        with torch.autocast(device_type(embeddings), enabled=False):
+        with full_precision(embeddings):
             self.prepare(call)
             value = self.value(call)
             if self.training:
@@ -347,7 +347,7 @@ def function_of(loss: Callable[P, ClassLoss], name: str) -> Callable[Concatenate
         others = {key: value for key, value in settings.items() if key not in told and tensors.get(key) is not value}
         kind = make.bare(**others)
         call = ClassCall(kind, embeddings, labels, tensors, shard, given | {"labels": labels, "shard": shard})
-        with torch.autocast(device_type(embeddings), enabled=False):
+        with full_precision(embeddings):
             value: Tensor = kind.value(call)
         return value
 
