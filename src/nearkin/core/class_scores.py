@@ -114,7 +114,7 @@ def rivals(
 
 
 def cross_entropy(peak: Tensor, rest: Tensor, target: Tensor, soft: bool = True) -> Tensor:
-    """-log of the own class's part of the softmax, (B,), from its score; soft=False: the own class is not in the sum."""
+    """-log of the own class's part of the softmax, (B,), from its score; soft=False: it is not in the sum itself."""
     lead = target - peak - rest
     return -logsigmoid(lead) if soft else -lead
 

@@ -178,5 +178,6 @@ __all__ = [
     "vicreg_loss",
 ]
 
+
 def __dir__() -> list[str]:
     return __all__

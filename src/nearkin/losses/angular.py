@@ -109,7 +109,6 @@ class SphereFaceLoss(ClassLoss):
 
     reads_length = True
     unit_anchors = False
-    steps: Tensor
 
     def _annealing(self) -> Tensor:
         """The present λ."""
@@ -121,7 +120,9 @@ class SphereFaceLoss(ClassLoss):
     margin: int = setting(
         default=4, whole=True, kw_only=False, search=Choices((2, 3, 4)), text="m, an integer; 4: the paper's"
     )
-    start: float = setting(default=1000.0, at_least=0, only="class", text="λ at the first step; 1000: the released code's")
+    start: float = setting(
+        default=1000.0, at_least=0, only="class", text="λ at the first step; 1000: the released code's"
+    )
     decay: float = setting(
         default=0.12, at_least=0, only="class", text="how fast λ falls with the steps; 0.12: the released code's"
     )
@@ -138,12 +139,12 @@ class SphereFaceLoss(ClassLoss):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def prepare(self, call: ClassCall) -> None:
-        call.given["annealing"] = self.annealing
+        call.given |= {"annealing": self.annealing}
 
     def own(self, own: Own) -> Tensor:
         length = own.length
         cos = own.cos / length.clamp(min=torch.finfo(length.dtype).tiny)  # of |x| cos θ
-        share = own.call.given["annealing"]  # of the plain cosine
+        share: Tensor = own.call.given["annealing"]  # of the plain cosine
         return length * (share * cos + angles.psi(cos, self.margin)) / (1 + share)
 
     def learn(self, call: ClassCall) -> None:
