@@ -153,7 +153,7 @@ class ClassCall:
         picks = class_blocks.own_rows(scale * x, self.weight, self.ids, form)
         passed = form
         if form.several == "soft":  # of cosines that have been scaled
-            passed = form._replace(temperature=form.temperature * scale)
+            passed = form._replace(temperature=form.temperature * scale)  # type: ignore[arg-type]
         peak, rest, own, weights_taint = self._scanned(scale * x, picks, passed, run)
         self.taint = weights_taint + reduce.taint(self.bias)
         own = own.flatten(0, 1)
@@ -324,7 +324,8 @@ class ClassLoss(Kept, Loss):
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """s cos of every class, (B, C), without the margin; of several centres the nearest counts. Differentiable."""
-        return logits.of_cosines(self, embeddings, self.weight, self.scale, self.per_class)
+        scale: Any = getattr(self, "scale", 1.0)
+        return logits.of_cosines(self, embeddings, self.weight, scale, self.per_class)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         was = f"{prefix}{self.weight_was}"
