@@ -1,9 +1,8 @@
 """Every loss beside pytorch-metric-learning and the floor, forward and backward: benchmarks/losses.py
 
 D = 128, float32, 4 items per class; losses over class weights have as many classes as the batch. `auto` is the loss as
-it comes; `compiled`, on a GPU and not over class weights, is torch.compile(loss, dynamic=False), its first step in
-seconds `compile_s`; `torch` is impl="torch" of losses over class weights: in blocks, logits never stored; `peer`
-is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the
+it comes; `compiled`, on a GPU, is torch.compile(loss, dynamic=False), its first step in seconds `compile_s`; `torch`,
+which nothing fills now, was the way without kernels of losses over class weights; `peer` is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the
 forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more
 on a device that is kept busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
 the machine hits all alike. Memory: the peak beyond what was allocated before, on the CPU in a separate process. --check
@@ -14,7 +13,6 @@ with every batch, in rounds, beside the peer and `compiled`: torch.compile of th
 
 import argparse
 import functools
-import inspect
 import json
 import resource
 import subprocess
@@ -171,10 +169,6 @@ def compiled_loss(case: Case, size: int, device: str) -> torch.nn.Module:
     return torch.compile(ours(case, size, device), dynamic=False)
 
 
-def has_choice(case: Case) -> bool:
-    return "impl" in inspect.signature(getattr(losses, case.ours)).parameters
-
-
 def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> Iterator[tuple[str, Callable[[], None]]]:
     """Each contender's step on the same batch."""
     x, y = batch(size, device, case)
@@ -183,10 +177,8 @@ def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> I
         return learning_step(lambda: loss(x, y, *(m(x, y) for m in miner)), [x, *loss.parameters()])
 
     yield "auto", step(ours(case, size, device))
-    if not case.weighs and device == "cuda":
+    if device == "cuda":
         yield "compiled", step(compiled_loss(case, size, device))
-    if has_choice(case):
-        yield "torch", step(ours(case, size, device, impl="torch"))
     if case.peer is not None and names is not None:
         names = names | {"C": -(-size // EACH), "D": D}
         miner = [eval(case.miner, names)] if case.miner else []  # of the table above, nothing else
@@ -410,16 +402,15 @@ def check(chosen: list[Case], sizes: list[int], device: str) -> bool:
 
 def checked(case: Case, size: int, device: str) -> str:
     """Prints the errors; what is wrong with them, or nothing."""
-    choice = {"impl": "torch"} if has_choice(case) else {}
 
     def result(dtype: torch.dtype, as_it_comes: bool = False) -> tuple[Tensor, Tensor]:
         x, y = batch(size, device, case)
         x = x.detach().to(dtype).requires_grad_()
         torch.manual_seed(0)
-        if as_it_comes and not case.weighs and device == "cuda":
+        if as_it_comes and device == "cuda":
             loss = compiled_loss(case, size, device)
         else:
-            loss = ours(case, size, device, **({} if as_it_comes else choice)).to(dtype)
+            loss = ours(case, size, device).to(dtype)
         value = 3 * loss(x, y)  # the upstream gradient is not 1
         value.backward()
         return value.detach().double(), x.grad.double()
