@@ -2,17 +2,16 @@
 
 D = 128, float32, 4 items per class; losses over class weights have as many classes as the batch. `auto` is the loss as
 it comes; `compiled`, on a GPU, is torch.compile(loss, dynamic=False), its first step in seconds `compile_s`; `torch`,
-which nothing fills now, was the way without kernels of losses over class weights; `peer` is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the
-forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more
-on a device that is kept busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
+which nothing fills now, was the way without kernels of losses over class weights; `peer` is pytorch-metric-learning
+with the same loss and its own miner; `floor` is the matrix products alone: one of the forward pass, two of the
+backward. Time by device events on a GPU, the host's share included, and for `auto` once more on a device that is kept
+busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
 the machine hits all alike. Memory: the peak beyond what was allocated before, on the CPU in a separate process. --check
 compares values and gradients with float64 instead. --classes: losses over class weights alone, every number of classes
-with every batch, in rounds, beside the peer and `compiled`: torch.compile of the formula as one writes it
-(class_formulas.py), with dynamic shapes, so that it compiles once.
+with every batch, in rounds, beside the peer and `compiled`: the loss after `loss.compile(dynamic=True)`.
 """
 
 import argparse
-import functools
 import json
 import resource
 import subprocess
@@ -26,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import class_formulas
 import measure
 from nearkin import losses
 
@@ -207,16 +205,10 @@ def class_steps(
     if case.peer is not None and names is not None:
         peer = eval(case.peer, names | {"C": classes, "D": D}).to(device)
         yield "peer", learning_step(lambda: peer(x, y), [x, *peer.parameters()])
-    if case.name in class_formulas.FORMULAS:
-        learnt = [parameter.detach().clone().requires_grad_() for parameter in loss.parameters()]
-        inputs = (x, y, *learnt, *(buffer.clone() for buffer in loss.buffers()))
-        formula = compiled(case.name)
-        yield "compiled", learning_step(lambda: formula(*inputs), [x, *learnt])
-
-
-@functools.cache
-def compiled(name: str) -> Callable[..., Tensor]:
-    return torch.compile(class_formulas.FORMULAS[name], dynamic=True)
+    if device == "cuda":
+        fast = ours(case, size, device, classes)
+        fast.compile(dynamic=True)
+        yield "compiled", learning_step(lambda: fast(x, y), [x, *fast.parameters()])
 
 
 def class_table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out: Path | None) -> None:
