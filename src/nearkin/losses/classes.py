@@ -138,15 +138,14 @@ class ClassCall:
         products = class_scores.cosines(x, rows, form.centers)  # (B, K, C)
         if bias is not None:
             products = products + bias.view(-1, form.centers).T
-        scores, index = class_scores.of_classes(products, form.several, form.temperature)
+        scores = class_scores.of_classes(products, form.several, form.temperature)
         rivals = class_scores.rivals(scores, self.ids, scale, some=self.shard is not None)
-        if form.several == "sum":  # of the own class's the nearest counts alone
-            column = local[:, None, None].expand(-1, form.centers, 1)
-            return rivals._replace(own=products.gather(2, column).squeeze(2).max(1).values)
-        if index is not None:
-            best = index.gather(1, local[:, None]).squeeze(1)
-            self.own_row = lambda: rows.index_select(0, local * form.centers + best)
-        return rivals
+        if form.several == "soft":
+            return rivals
+        column = local[:, None, None].expand(-1, form.centers, 1)
+        own = products.gather(2, column).squeeze(2).max(1)  # of the own class's the nearest
+        self.own_row = lambda: rows.index_select(0, local * form.centers + own.indices)
+        return rivals if form.several == "max" else rivals._replace(own=own.values)
 
     def _blocks(self, scale: float | Tensor, form: Form, run: int) -> Rivals:
         x = self.anchors.to(torch.promote_types(self.anchors.dtype, self.weight.dtype))
