@@ -249,7 +249,9 @@ LOSSES = [
     ),
     Case("ProxyAnchorLoss", lambda: C.ProxyAnchorLoss(*size), class_twin(R.proxy_anchor, "weight")),
     Case("SoftTripleLoss", lambda: C.SoftTripleLoss(*size), class_twin(R.soft_triple, "weight")),
-    Case("CenterLoss", lambda: C.CenterLoss(*size, center_weight=0.5), class_twin(R.center, "weight", "bias", "centers")),
+    Case(
+        "CenterLoss", lambda: C.CenterLoss(*size, center_weight=0.5), class_twin(R.center, "weight", "bias", "centers")
+    ),
     Case("NormalizedSoftmaxLoss", lambda: C.NormalizedSoftmaxLoss(*size), class_twin(R.normalized_softmax, "weight")),
     Case("HeatedSoftmaxLoss", lambda: C.HeatedSoftmaxLoss(*size), heated_twin),
     Case("HeatedSoftmaxLoss-batch", lambda: C.HeatedSoftmaxLoss(*size, norm="batch"), heated_twin),

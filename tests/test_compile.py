@@ -11,7 +11,7 @@ from torch import nn
 import nearkin
 from cases import CLASSES, DIM, LOSSES
 from nearkin import losses
-from nearkin.core import autograd
+from nearkin.core import autograd, class_blocks
 from test_contract import value_and_gradients
 
 COMPILED = [case for case in LOSSES if case.compiles]
@@ -170,17 +170,19 @@ def test_encoder_and_loss_in_one_graph_under_autocast(name, compiler):
 
 
 @pytest.mark.parametrize("name", ["NormalizedSoftmaxLoss", "ArcFaceLoss-sub", "ProxyNCALoss", "ProxyAnchorLoss"])
-def test_classes_that_pass_by_in_blocks(name):
+def test_classes_that_pass_by_in_blocks(name, monkeypatch):
     """Losses that never hold their logits: the same passes, as operators that a compiler does not look into."""
     (case,) = [c for c in COMPILED if c.name == name]
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         torch._dynamo.reset()
         results = []
-        for impl in ("auto", "torch"):
+        for blocks in (False, True):
             module = case.build(dtype)
-            module.impl = impl
-            function = torch.compile(module, fullgraph=True, backend="aot_eager") if impl == "torch" else module
+            if blocks:
+                monkeypatch.setattr(class_blocks, "fits", lambda *_: False)
+            function = torch.compile(module, fullgraph=True, backend="aot_eager") if blocks else module
             results.append([value_and_gradients(function, module, *batch) for batch in batches(case, dtype)])
+        monkeypatch.undo()
         for got, wanted in zip(*results, strict=True):
             assert_close(got, wanted, tolerance)
 

@@ -409,8 +409,8 @@ def second_derivatives(rank, world):
     own, kin = part(x, CUTS[world][0], rank).requires_grad_(), part(labels, CUTS[world][0], rank)
     norm = SyncedNorm(INPUT).double()
     values = [lambda: GlobalBatch(losses.SupConLoss())(own, kin), lambda: norm(own).square().sum()]
-    for impl in ("auto", "torch"):
-        shared = losses.CosFaceLoss(cases.CLASSES, INPUT, shard=True, impl=impl).double()
+    for most in (None, 2**14):
+        shared = losses.CosFaceLoss(cases.CLASSES, INPUT, shard=True, max_memory=most).double()
         values.append(lambda shared=shared: shared(own, kin))
     sentences = []
     for value in values:

@@ -19,7 +19,9 @@ def heated(loss, x):
 
 def standardised(loss, x):
     y = (x.double() - loss.running_mean.double()) / (loss.running_var.double() + 1e-5).sqrt()
-    return loss.__dict__["scale"] / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
+    return (
+        loss.__dict__["scale"] / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
+    )
 
 
 def soft(loss, x):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nearkin.core import checks, distances, reduce
 from nearkin.core.autograd import differentiable_once, full_precision
-from nearkin.core.class_scores import cosines
+from nearkin.core.class_scores import cosines, is_best
 
 __all__ = ["Form", "Pass", "block", "finished", "fits", "gradient_kind", "own_rows", "scan"]
 
@@ -134,8 +134,7 @@ class _Block:
 
     def _of_several(self) -> Tensor:
         if self.form.several == "max":
-            best, self.index = self.products.max(1)
-            return best
+            return self.products.amax(1)
         top = self.products.amax(1, keepdim=True)
         self.share = (self.products - top).div_(self.form.temperature).exp_()
         total = self.share.sum(1, keepdim=True)
@@ -148,9 +147,7 @@ class _Block:
         """The derivative by the product with each row, (B, K·n), centre by centre, from that by the scores."""
         if self.form.centers == 1:
             return parts
-        if self.form.several == "max":
-            return torch.zeros_like(self.products).scatter_(1, self.index[:, None], parts[:, None]).flatten(1)
-        slopes = self.share
+        slopes = is_best(self.products) if self.form.several == "max" else self.share
         if self.form.several == "soft":
             mean = (slopes * self.products).sum(1, keepdim=True)
             slopes = slopes * (1 + (self.products - mean).div_(self.form.temperature))

@@ -187,4 +187,5 @@ def _taint(x: Tensor) -> Tensor | float:
     if distances.freely_read(x):
         low, high = torch.aminmax(x)  # NaN is both
         return float(low) * 0.0 + float(high) * 0.0
-    return torch.linalg.vector_norm(x, torch.inf) * 0.0
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
+    return largest * 0.0

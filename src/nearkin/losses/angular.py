@@ -109,7 +109,6 @@ class SphereFaceLoss(ClassLoss):
 
     reads_length = True
     unit_anchors = False
-    steps: Tensor
 
     def _annealing(self) -> Tensor:
         """The present λ."""
@@ -140,12 +139,12 @@ class SphereFaceLoss(ClassLoss):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def prepare(self, call: ClassCall) -> None:
-        call.given["annealing"] = self.annealing
+        call.given |= {"annealing": self.annealing}
 
     def own(self, own: Own) -> Tensor:
         length = own.length
         cos = own.cos / length.clamp(min=torch.finfo(length.dtype).tiny)  # of |x| cos θ
-        share = own.call.given["annealing"]  # of the plain cosine
+        share: Tensor = own.call.given["annealing"]  # of the plain cosine
         return length * (share * cos + angles.psi(cos, self.margin)) / (1 + share)
 
     def learn(self, call: ClassCall) -> None:

@@ -27,10 +27,9 @@ class CenterLoss(ClassLoss):
     Wen et al. 2016, eq. 5; λ 0.003 and α 0.5 from there (the released code: λ 0.008).
     """
 
-    kernel = None  # it knows no biases
+    kernel = None  # type: ignore[assignment]  # it knows no biases
     tensors = ("weight", "bias", "centers")
     unit_anchors = unit_weights = False
-    centers: Tensor
 
     center_weight: float = setting(
         default=0.003,

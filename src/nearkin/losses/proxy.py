@@ -156,8 +156,8 @@ class ProxyAnchorLoss(ProxyLoss):
 
     lr_scale = 100.0
     weight_was = "proxies"
-    reduction = None  # its terms are those of proxies
-    kernel = None  # whose pass is that of items
+    reduction = None  # type: ignore[assignment]  # its terms are those of proxies
+    kernel = None  # type: ignore[assignment]  # whose pass is that of items
 
     margin: float = setting(default=0.1, kw_only=False, search=Range(0.02, 0.5), text="δ; 0.1: the paper's")
     scale: float = setting(

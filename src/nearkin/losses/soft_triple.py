@@ -34,7 +34,7 @@ class SoftTripleLoss(ProxyLoss):
 
     lr_scale = 100.0
     weight_was = "centers"
-    kernel = None  # it knows one centre of a class
+    kernel = None  # type: ignore[assignment]  # it knows one centre of a class
 
     margin: float = setting(
         default=0.01, kw_only=False, search=Range(0.001, 0.2, log=True), text="δ, a margin of cosine; 0.01: the paper's"
