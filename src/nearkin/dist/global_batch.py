@@ -51,6 +51,7 @@ class GlobalBatch(nn.Module):
             raise TypeError(f"loss must be a torch module, got {type(loss).__name__}")
         self.loss, self.group, self.averaged = loss, group, averaged
         self._synced = False
+        self._takes_references = "references" in signature(loss.forward).parameters
         shard: Any = getattr(loss, "shard", None)
         if shard:  # its own exchanges go by the same group and the same factor
             if group is not None and collectives.size(group) != collectives.size():
@@ -109,9 +110,8 @@ class GlobalBatch(nn.Module):
 
     def _refers_to_itself(self, embeddings: Any, labels: Any, references: Any, reference_labels: Any) -> bool:
         """Whether a batch is its own references, which a loss knows by identity; gathered tensors are others."""
-        if references is not embeddings or (reference_labels is not None and reference_labels is not labels):
-            return False
-        return "references" in signature(self.loss.forward).parameters
+        is_itself = references is embeddings and (reference_labels is None or reference_labels is labels)
+        return is_itself and self._takes_references
 
     def _gathered(self, local: dict[str, Tensor | None], counts: Sequence[int] | None) -> dict[str, Tensor | None]:
         """The arguments of all ranks, after a check that they fit together; at the first call, their states too."""

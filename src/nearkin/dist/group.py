@@ -59,6 +59,7 @@ class ProcessGroup:
         self.rank, self.size = (0, 1) if alone else (collectives.rank(), collectives.size())
         self.local_rank = 0 if alone else int(os.environ.get("LOCAL_RANK", self.rank))
         self._exits = on_failure == "exit"
+        self.world: Group = dist.group.WORLD if self.size > 1 else None  # torch's own group, for the collectives
         self._calls = 0
         self._exchange_group: Group = None  # exchanges what is in main memory
         self._proposal: tuple[Tensor, Any] | None = None
@@ -196,7 +197,7 @@ class ProcessGroup:
     def propose(self, stop: int, save: bool) -> None:
         """Begins to ask all ranks whether to stop (a signal's number) or to save (rank 0 decides); see `decision`."""
         flags = torch.tensor([stop, int(save and self.first)])
-        handle = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True) if self.size > 1 else None
+        handle = dist.all_reduce(flags, dist.ReduceOp.MAX, self.world, async_op=True) if self.size > 1 else None
         self._proposal = flags, handle
 
     def decision(self) -> tuple[int, bool]:
@@ -254,6 +255,9 @@ class ProcessGroup:
         return RankFailed(f"rank {self.rank} of {self.size} has lost the launcher, or rank 0 ({_text(error)})")
 
     # --- leaving
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessGroup":
+        return self  # of a module that is copied with what it holds
 
     def __enter__(self) -> "ProcessGroup":
         return self
