@@ -231,20 +231,12 @@ def _same_draws(loss: nn.Module, device: torch.device, group: collectives.Group)
         return
     for generator in _generators(loss):
         generator.set_state(collectives.broadcast(generator.get_state(), group))
-    host_state, device_state = (
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    )
-    torch.set_rng_state(collectives.broadcast(host_state.clone(), group))
-    if device_state is not None:
-        torch.cuda.set_rng_state(collectives.broadcast(device_state.clone(), group), device)
-    try:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices, enabled=collectives.rank(group) > 0):
+        torch.set_rng_state(collectives.broadcast(torch.get_rng_state(), group))
+        if devices:
+            torch.cuda.set_rng_state(collectives.broadcast(torch.cuda.get_rng_state(device), group), device)
         yield
-    finally:
-        if collectives.rank(group) > 0:
-            torch.set_rng_state(host_state)
-            if device_state is not None:
-                torch.cuda.set_rng_state(device_state, device)
 
 
 def _draws(module: nn.Module) -> bool:

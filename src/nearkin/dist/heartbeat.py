@@ -124,7 +124,8 @@ class Heartbeat:
         the exchange stays behind this one.
         """
         self.progress += exchange_failed and self.exits
-        end = time.monotonic() + (self._max_lag + 10 * _INTERVAL if exchange_failed else 2 * _INTERVAL)
+        patience = self._max_lag if self.exits else self.patience
+        end = time.monotonic() + (patience + 10 * _INTERVAL if exchange_failed else 2 * _INTERVAL)
         while True:
             self._look()
             if time.monotonic() >= end or self.failure is not None:
