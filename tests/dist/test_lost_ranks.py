@@ -31,7 +31,7 @@ def _rank(rank, size, port, home, scenario, patience, elsewhere):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
     os.environ |= {"MASTER_ADDR": "localhost", "NEARKIN_RANK_TIMEOUT": str(patience)}
     torch.set_num_threads(1)
-    rendezvous._EXCHANGE, heartbeat._MAX_LAG = EXCHANGE, LAG
+    rendezvous._EXCHANGE, heartbeat._MAX_LAG, heartbeat._WAIT = EXCHANGE, LAG, 1.0
     if elsewhere:
         heartbeat._machine = lambda: f"machine{rank} 1"
     with dist.join() as group:
@@ -67,11 +67,19 @@ def stopped(rank, group):
 
 
 def hangs_while_others_are_in_an_exchange(rank, group):
-    """The last rank hangs; of the others one comes later than the first, by less than the lag."""
-    if rank == group.size - 1:
-        time.sleep(60)
-    time.sleep(2.0 * rank)
+    """In the same part of a step; of the others one comes a little later than the first."""
+    time.sleep(60 if rank == group.size - 1 else 0.5 * rank)
     _exchange()
+
+
+def hangs_after_a_slow_part(rank, group):
+    """Two parts before the exchange: the others are later one than the other, and the one that hangs ends its first."""
+    time.sleep((0, 2.0, 3.6)[rank])
+    group.advance()
+    if rank < 2:
+        group.advance()
+        _exchange()
+    time.sleep(60)
 
 
 def hangs_while_others_wait_for_a_device(rank, group):
@@ -81,10 +89,21 @@ def hangs_while_others_wait_for_a_device(rank, group):
 
 
 def works_for_long(rank, group):
+    """Longer than any limit; then one rank is late in a step, by less than the lag."""
     with group.work("reading"):
         if rank == 1:
             time.sleep(EXCHANGE + LAG)
+    time.sleep(2.5 * rank)
+    group.advance()
     _exchange()
+
+
+def hangs_before_a_call(rank, group):
+    """In a step that the other has ended, which now waits for it at the end of the epoch."""
+    if rank == 1:
+        time.sleep(60)
+    group.advance()
+    group.values(rank)
 
 
 def fails(rank, group):
@@ -103,8 +122,8 @@ SCENARIOS = {
     function.__name__: function
     for function in (
         *(killed_in_an_exchange, killed_while_others_wait_for_a_device, killed_while_others_wait_for_it, stopped),
-        *(hangs_while_others_are_in_an_exchange, hangs_while_others_wait_for_a_device, works_for_long),
-        *(fails, stops_by_an_exit),
+        *(hangs_while_others_are_in_an_exchange, hangs_while_others_wait_for_a_device),
+        *(hangs_after_a_slow_part, hangs_before_a_call, works_for_long, fails, stops_by_an_exit),
     )
 }
 
@@ -173,16 +192,20 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path):
 
 @pytest.mark.parametrize(
     "scenario, size",
-    [("hangs_while_others_are_in_an_exchange", 3), ("hangs_while_others_wait_for_a_device", 2)],
+    [
+        ("hangs_while_others_are_in_an_exchange", 3),
+        ("hangs_after_a_slow_part", 3),
+        ("hangs_while_others_wait_for_a_device", 2),
+        ("hangs_before_a_call", 2),
+    ],
 )
 def test_a_rank_that_hangs_is_named_and_all_end(scenario, size, tmp_path):
     """It is alive, so that its silence tells nothing; of those that wait none is taken for it."""
     codes, lines, ranks, seconds = play(tmp_path, scenario, size=size)
-    assert codes[:-1] == [4] * (size - 1) and codes[-1] in (4, -9), lines
-    named = (
-        rf"rank \d: rank {size - 1} \(process {ranks[-1].pid} on .*\) has not moved for \d+ s while others wait for it"
-    )
-    assert re.fullmatch(named + ENDING, lines[0]) and all(f"rank {size - 1} (process" in line for line in lines), lines
+    assert codes == [4] * (size - 1) + [-9], lines
+    (line,) = lines
+    named = rf"rank \d: rank {size - 1} \(process {ranks[-1].pid} on .*\) has not moved for \d+ s while others wait"
+    assert re.fullmatch(named + " for it" + ENDING, line), line
     assert seconds < EXCHANGE + LAG + 8
 
 

@@ -130,10 +130,10 @@ class ProcessGroup:
             return
         self._calls += 1
         call = Call(self, self._calls, what, progress, total)
-        self.heartbeat.busy += 1  # how long it takes says nothing about this rank's health
         try:
             yield call.report
             call.wait()
+            self.heartbeat.progress += 1
         except Exception as error:
             if self._exits or isinstance(error, RankFailed):
                 raise
@@ -142,8 +142,6 @@ class ProcessGroup:
             if isinstance(error, ValueError | TypeError | OSError):
                 raise RankFailed(sentence) from error
             raise
-        finally:
-            self.heartbeat.busy -= 1
 
     def advance(self) -> None:
         """A part of a training step is done; a rank that stays behind for long is lost."""
