@@ -18,7 +18,7 @@ def sync(module: nn.Module, device: torch.device, group: ProcessGroup) -> None:
     for name, part in list(module.named_children()):
         if not isinstance(part, _BatchNorm):
             sync(part, device, group)
-        elif type(part).forward is not _BatchNorm.forward:
+        elif type(part).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             raise ValueError(
                 f"training.sync_norms takes torch's own batch norms, got a {type(part).__name__}, which computes "
                 "something else as well; leave sync_norms out, or set encoder.freeze_norms"
