@@ -83,6 +83,7 @@ def test_same_numbers_every_time_and_no_waiting(case):
 
 
 @plain
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of learned tensors, first used on the side
 def test_in_a_graph_whatever_the_device(case, products):
     """Captured and replayed, with other rows in place: under capture no near pairs can be listed."""
     x, labels = larger(case, 96)

@@ -101,6 +101,7 @@ class Call:
         references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, loss.graded)
         self.batch = blockwise.Batch(embeddings, labels, references, reference_labels)
         self.loss, self.reduction = loss, loss.reduction
+        self.addend: Tensor | float = 0.0  # NaN where what was promised of the batch does not hold
 
     @property
     def max_memory(self) -> int | None:
@@ -162,7 +163,7 @@ class Call:
 
     def taint(self) -> Tensor | float:
         """NaN where the batch or what the loss has learned holds NaN or Inf, else 0."""
-        return reduce.taint(self.batch.embeddings, self.batch.references, *self.loss.parameters())
+        return reduce.taint(self.batch.embeddings, self.batch.references, *self.loss.parameters()) + self.addend
 
     def taint_of(self, *tensors: Tensor) -> Tensor | float:
         """The same of other tensors."""

@@ -226,7 +226,7 @@ class MultiSimilarityLoss(SelectingLoss):
     selection: mining.Selection = SelectingLoss.states(
         "multi_similarity", text='"multi_similarity", the paper\'s mining; "all"; another pair selection or function'
     )
-    sampling_dim = generator = None
+    sampling_dim = generator = max_positives = None
 
     def check_together(self) -> None:
         super().check_together()
@@ -356,6 +356,7 @@ def margin_loss(
     reduction: str = "active",
     sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
+    max_positives: int | None = None,
     max_memory: int | None = None,
     **unknown: Any,
 ) -> Tensor:
@@ -374,6 +375,7 @@ def margin_loss(
         reduction=reduction,
         sampling_dim=sampling_dim,
         generator=generator,
+        max_positives=max_positives,
         max_memory=max_memory,
         **unknown,
     )
