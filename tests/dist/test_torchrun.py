@@ -409,11 +409,11 @@ main()
 class Launched:
     """`torchrun ... nearkin train` on two ranks, in a process group of its own."""
 
-    def __init__(self, home, out, *options, script=("-m", "nearkin"), more=(), sets=LONG, silent="8"):
+    def __init__(self, home, out, *options, script=("-m", "nearkin"), sets=LONG, silent="8"):
         self.out, self.errors = home / out, home / f"{out}.txt"
         sets = [part for text in [*SMALL, *sets] for part in ("--set", text)]
         arguments = [*options, "--nproc-per-node", "2", *script, "train", str(home / "vectors.npz")]
-        arguments += ["--out", str(self.out), *sets, *more]
+        arguments += ["--out", str(self.out), *sets]
         env = {**os.environ, "NEARKIN_RANK_TIMEOUT": silent, "OMP_NUM_THREADS": "1"}
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
