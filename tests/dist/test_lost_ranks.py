@@ -25,7 +25,7 @@ PATIENCE, EXCHANGE, LAG = 2, 6.0, 4.0
 ENDING = "; all ranks end, and what was saved stays"
 
 
-def _rank(rank, size, port, home, scenario, patience, elsewhere):
+def _rank(rank, size, port, home, scenario, patience, elsewhere, raises):
     """A process that joins, tells so, and plays its part of a scenario; what it says is in a file."""
     os.dup2(os.open(Path(home) / f"{rank}.txt", os.O_WRONLY | os.O_CREAT), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
@@ -34,7 +34,9 @@ def _rank(rank, size, port, home, scenario, patience, elsewhere):
     rendezvous._EXCHANGE, heartbeat._MAX_LAG, heartbeat._WAIT = EXCHANGE, LAG, 1.0
     if elsewhere:
         heartbeat._machine = lambda: f"machine{rank} 1"
-    with dist.join() as group:
+    if raises:
+        torch_dist.init_process_group("gloo")
+    with dist.ProcessGroup() if raises else dist.join() as group:
         group.advance()
         _exchange()
         (Path(home) / f"{rank}.joined").touch()
@@ -128,12 +130,12 @@ SCENARIOS = {
 }
 
 
-def play(home, scenario, *, size=2, patience=PATIENCE, elsewhere=False):
+def play(home, scenario, *, size=2, patience=PATIENCE, elsewhere=False, raises=False):
     """The exit codes of the ranks, what they said, their processes, and the seconds from the last joining on."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    arguments = (size, port, str(home), scenario, patience, elsewhere)
+    arguments = (size, port, str(home), scenario, patience, elsewhere, raises)
     ranks = [worlds._context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(size)]
     for process in ranks:
         process.start()
@@ -152,7 +154,12 @@ def play(home, scenario, *, size=2, patience=PATIENCE, elsewhere=False):
             process.kill()
             process.join()
     said = "\n".join((home / f"{rank}.txt").read_text() for rank in range(size))
-    return codes, [line for line in said.splitlines() if re.match(r"rank \d|\w*Error", line)], ranks, seconds
+    return (
+        codes,
+        [line for line in said.splitlines() if re.match(r"rank \d|\w*Error|\S+RankFailed", line)],
+        ranks,
+        seconds,
+    )
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="a process is looked up in /proc")
@@ -182,6 +189,17 @@ def test_a_rank_killed_on_this_machine_is_named_at_once(scenario, tmp_path):
     (line,) = lines
     assert re.fullmatch(rf"rank 0: rank 1 \(process {ranks[1].pid} on .*\) was killed or died" + ENDING, line)
     assert seconds < 10
+
+
+@needs_proc
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_group_that_raises_names_a_killed_rank_to_the_caller(elsewhere, tmp_path):
+    codes, lines, ranks, seconds = play(
+        tmp_path, "killed_while_others_wait_for_it", patience=2 if elsewhere else 30, elsewhere=elsewhere, raises=True
+    )
+    how = rf"{ranks[1].pid} on machine1\) gave no sign of life for \d s" if elsewhere else r".*\) was killed or died"
+    assert codes == [1, -9] and seconds < 10
+    assert re.fullmatch(rf"nearkin.core.errors.RankFailed: rank 1 \(process {how}", lines[-1]), lines
 
 
 def test_a_stopped_rank_is_named_and_ended(tmp_path):
