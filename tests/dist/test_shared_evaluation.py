@@ -280,6 +280,12 @@ def fail(rank, world):
             if rank == 1:
                 raise ValueError("photos/heron.jpg cannot be read")
 
+    def between_calls():
+        with dist.ProcessGroup() as ranks:
+            if rank == 1:
+                raise TypeError("labels are no tensor")
+            ranks.values(rank)
+
     def while_others_work():
         with dist.ProcessGroup() as ranks, ranks.work("reading", None, 100) as report:
             if rank == 1:
@@ -309,7 +315,7 @@ def fail(rank, world):
                 evaluation.retrieval(x, labels, group=ranks)
 
     began = time.monotonic()
-    calls = in_work, while_others_work, other_items, other_calls, wrong_input_on_one, first_leaves_early
+    calls = in_work, between_calls, while_others_work, other_items, other_calls, wrong_input_on_one, first_leaves_early
     return {call.__name__: _sentence(call) for call in calls} | {"seconds": time.monotonic() - began}
 
 
@@ -317,6 +323,7 @@ def test_a_failure_is_one_sentence_on_every_rank():
     one, other = worlds.run(2, fail)
     assert max(one.pop("seconds"), other.pop("seconds")) < 30
     assert one["in_work"] == other["in_work"] == "rank 1: photos/heron.jpg cannot be read"
+    assert one["between_calls"] == other["between_calls"] == "rank 1: labels are no tensor"
     assert one["while_others_work"] == other["while_others_work"] == "rank 1: the disk is gone"
     assert one["other_items"] == other["other_items"]
     assert one["other_items"] == "embeddings must be the same on all ranks; rank 1 has others than rank 0"

@@ -135,12 +135,8 @@ class ProcessGroup:
             call.wait()
             self.heartbeat.progress += 1
         except Exception as error:
-            if self._exits or isinstance(error, RankFailed):
-                raise
-            sentence = f"rank {self.rank}: {one_line(error)}"
-            self.heartbeat.report(sentence, 2)
-            if isinstance(error, ValueError | TypeError | OSError):
-                raise RankFailed(sentence) from error
+            if not self._exits:
+                self._fail(error)
             raise
 
     def advance(self) -> None:
@@ -281,7 +277,10 @@ class ProcessGroup:
         if self._exits:
             end_all(self.heartbeat, error)
         elif isinstance(error, Exception) and not isinstance(error, RankFailed):
-            self.heartbeat.report(f"rank {self.rank}: {one_line(error)}", 2)
+            sentence = f"rank {self.rank}: {one_line(error)}"
+            self.heartbeat.report(sentence, 2)
+            if isinstance(error, ValueError | TypeError | OSError):
+                raise RankFailed(sentence) from error
 
 
 ALONE = ProcessGroup(alone=True)  # a group of one process, which never waits
