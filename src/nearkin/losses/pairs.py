@@ -151,8 +151,8 @@ class MarginLoss(SelectingLoss):
         default="active", choices=reduce.REDUCTIONS, text='"active": over the terms above 0; "mean", "sum" or "none"'
     )
 
-    def start(self) -> None:
-        super().start()
+    def make(self) -> None:
+        super().make()
         beta, classes = self.__dict__.pop("beta"), self.num_classes
         if isinstance(beta, Tensor):  # of the function form: as it is
             self.__dict__["beta"] = beta
@@ -315,7 +315,7 @@ class SigmoidLoss(PairLoss):
         text="where the bias b starts; -10: the paper's",
     )
 
-    def start(self) -> None:
+    def make(self) -> None:
         for name in ("log_scale", "bias"):
             if not isinstance(self.__dict__[name], Tensor):  # else of the function form: as it is
                 setattr(self, name, nn.Parameter(torch.tensor(float(self.__dict__.pop(name)))))
