@@ -19,9 +19,9 @@ __all__ = ["Form", "Pass", "block", "finished", "fits", "gradient_kind", "own_ro
 
 AUTOMATIC = 2**25  # default bytes of a block: larger ones leave the processor's caches
 ON_DEVICE = 2**28  # the same on a GPU, where launching costs more than the caches save
-WHOLE = 2**28  # default bytes that all scores may take,
-WHOLE_ON_DEVICE = 2**31  # and on a GPU, where blocks took four times as long
-PAIR = 40  # bytes per anchor and class weight with all scores in memory, float32: scores, their softmax, the gradients
+WHOLE = 2**27  # default bytes that all scores may take,
+WHOLE_ON_DEVICE = 2**32  # and on a GPU, where blocks take several times as long
+PAIR = 16  # bytes per anchor and class weight with all scores in memory, float32: scores, softmax, gradients (10 to 15)
 COORDINATE = 64  # bytes per coordinate of a normalised row: wide copies and their gradients
 ONCE = "a loss over class weights in blocks of classes (beyond max_memory, or a modest size without it)"
 
