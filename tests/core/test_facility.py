@@ -168,6 +168,13 @@ def test_items_are_nearest_to_columns():
     assert chosen(result) == [1] and result.score == -3
 
 
+def test_sums_that_differ_by_rounding_are_equal():
+    d = 1 - torch.eye(3, dtype=torch.float64)
+    for excess, wanted in ((1e-9, 0), (1e-8, 1)):  # less than 3 · 2⁻³¹, and more
+        d[1, 0] = 1 + excess
+        assert chosen(losses.facility_location(d, torch.zeros(3, dtype=torch.long), gamma=0.0)) == [wanted]
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-30, 1e30, 1e300])
 def test_any_unit_of_distance(scale):
     d, labels = batch(7)

@@ -47,6 +47,29 @@ def test_compiled_equals_the_loop(case):
     assert_same(home(value_and_gradients(compiled, module, x, labels)), wanted, 1e-5)
 
 
+@every
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of learned tensors, first used on the side
+def test_in_a_graph(case):
+    module = case.build(torch.float32).eval()
+    x, labels = case.batch(torch.float32)
+    module, x, labels = module.cuda(), x.cuda().requires_grad_(), labels.cuda()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            x.grad = None
+            module(x, labels).backward()
+    torch.cuda.synchronize()
+    wanted = value_and_gradients(module, module, x.detach(), labels)
+    graph = torch.cuda.CUDAGraph()
+    x.grad = None
+    module.zero_grad()
+    with torch.cuda.graph(graph):
+        value = module(x, labels)
+        value.backward()
+    graph.replay()
+    assert_same((value.detach(), [x.grad]), (wanted[0].double(), wanted[1][:1]), 1e-5)
+
+
 @pytest.mark.parametrize("name", ["NormalizedSoftmaxLoss", "CosFaceLoss", "ArcFaceLoss", "ProxyNCALoss"])
 def test_the_kernel_equals_plain_torch(name, monkeypatch):
     """Many classes in bfloat16: errors by float64 are those of plain torch, whose float32 rounds less."""

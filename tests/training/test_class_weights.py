@@ -120,6 +120,15 @@ def test_saved_and_loaded_it_goes_on_to_the_last_bit():
         assert same(whole, (again, resumed))
 
 
+def test_each_weight_is_rounded_on_its_own():
+    weight = torch.nn.Parameter(torch.ones(64, 61, dtype=torch.bfloat16))
+    weight.grad = torch.full_like(weight, 0.5)
+    ClassWeightOptimizer([weight], lr=0.002).step()  # half a step of bfloat16
+    down = (weight < 1).float()
+    together = (down.T @ down / len(down)).fill_diagonal_(0.25)
+    assert 0.45 < float(down.mean()) < 0.55 and float((together - 0.25).abs().max()) < 0.25
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_as_on_a_gpu_it_takes_the_same_steps(kind, monkeypatch):
     plain, optimizer = trained(kind, seed=5)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances, reduce
-from nearkin.core.autograd import device_type, differentiable_once
+from nearkin.core.autograd import differentiable_once, full_precision
 from nearkin.core.class_scores import cosines, is_best
 
 __all__ = ["Form", "Pass", "block", "finished", "fits", "gradient_kind", "own_rows", "scan"]
@@ -104,7 +104,7 @@ def _exact(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """A pass whose products are never of half precision under autocast."""
 
     def exact(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        with torch.autocast(device_type(x), enabled=False):
+        with full_precision(x):
             return run(x, *others)
 
     return exact

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nearkin.core import reduce
-from nearkin.core.autograd import HandGradient, device_type, gradients_again, traced
+from nearkin.core.autograd import HandGradient, full_precision, gradients_again, traced
 
 __all__ = ["Rivals", "cosines", "cross_entropy", "is_best", "of_classes", "product", "rivals", "soft_maximum"]
 
@@ -38,7 +38,7 @@ def product(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _plain_product(x: Tensor, rows: Tensor) -> Tensor:
-    with torch.autocast(device_type(x), enabled=False):
+    with full_precision(x):
         return x @ rows.T
 
 
@@ -51,7 +51,7 @@ class _Product(HandGradient):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         x, rows = ctx.saved_tensors
-        with torch.autocast(device_type(x), enabled=False):
+        with full_precision(x):
             by_x = slope @ rows if ctx.needs_input_grad[0] else None
             return by_x, slope.T @ x if ctx.needs_input_grad[1] else None
 

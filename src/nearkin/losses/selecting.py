@@ -154,7 +154,7 @@ def _crowded(batch: blockwise.Batch, most: int) -> Tensor:
     assert isinstance(ids, Tensor) and isinstance(others, Tensor)
     ordered = others.sort().values
     number = torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
-    number = torch.where(ids == UNKNOWN, 0, number - int(alone))
+    number = torch.where(ids == UNKNOWN, 0, number - (1 if alone else 0))
     if checks.reads_values(number) and number.numel():
         checks.enough("max_positives", most, int(number.max()), "the most positives of an anchor")
     return torch.where((number > most).any(), torch.nan, 0.0)
