@@ -327,10 +327,15 @@ class ClassLoss(Kept, Loss):
         scale: Any = getattr(self, "scale", 1.0)
         return logits.of_cosines(self, embeddings, self.weight, scale, self.per_class)
 
+    def before(self) -> dict[str, str | None]:
+        """What entries of a state dict of earlier versions are called now; None: nobody reads it."""
+        return {} if self.weight_was is None else {self.weight_was: "weight"}
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        was = f"{prefix}{self.weight_was}"
-        if was in state_dict:  # of a version before
-            state_dict[f"{prefix}weight"] = state_dict.pop(was)
+        for was, now in self.before().items():
+            entry = state_dict.pop(f"{prefix}{was}", None)
+            if entry is not None and now is not None:
+                state_dict[f"{prefix}{now}"] = entry
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
