@@ -172,3 +172,23 @@ def test_labels_of_the_unlabelled_study_are_two_per_class_at_least(share, classe
     assert share == 100 or not np.array_equal(chosen, study.labelled(labels, names, share, 1))
     cells = study.every_cell()
     assert len(cells) == len({cell.name for cell in cells}) == 54 and cells[0].subject == "glyphs"
+
+
+@pytest.mark.parametrize("name, beside", [("start", "digits, λ = 1, zeros"), ("margins", "one margin 0.5")])
+def test_the_settings_of_class_losses_are_tried_in_pairs(name, beside, tmp_path, monkeypatch):
+    study = importlib.import_module("class_settings")
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(sys, "argv", ["", name, "--quick", "--out", str(tmp_path / "out.json")])
+    study.main()
+    report = json.loads((tmp_path / "out.json").read_text())
+    first = "digits, λ = 1, first" if name == "start" else "per class"
+    gaps = report["differences"][f"{first} less {beside}"]
+    for key, values in report["values"][first].items():
+        each = np.subtract(values, report["values"][beside][key])
+        assert gaps[key][0] == pytest.approx(each.mean(), abs=0.02) and gaps[key][1] <= gaps[key][0] <= gaps[key][2]
+
+
+def test_the_interval_of_paired_differences_is_students():
+    paired = importlib.import_module("class_settings").paired
+    rows = {"a": {"x": [1.0, 2.0, 6.0]}, "b": {"x": [0.0, 0.0, 3.0]}}
+    assert paired(rows, "a", "b")["x"] == pytest.approx([2, 2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5], abs=1e-3)
