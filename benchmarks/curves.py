@@ -20,7 +20,7 @@ INK = "#7d7d7d"  # readable on white and on black, as are the colours
 COLOURS = {"auto": "#1f83e0", "compiled": "#c9469a", "torch": "#8a6fd6", "peer": "#e0682b", "floor": "#4d9a57"}
 NAMES = {"auto": "nearkin", "compiled": "compiled", "torch": "in blocks", "peer": "peer", "floor": "floor"}
 UNITS = {"ms": "ms", "mib": "MiB"}
-CELLS = {"cpu": [(1024, "ms"), (1024, "mib")], "gpu": [(4096, "ms"), (4096, "mib")]}
+CELLS = {"cpu": [(1024, "ms"), (1024, "mib")], "gpu": [(4096, "mib")]}
 CLASS_CELLS = [(128, 100), (512, 1000), (2048, 10_000)]  # batch, classes
 CLASS_COLUMNS = {  # on the page: a result file and a number of classes for each column
     "cuda": [("cuda", 1_000_000), ("cuda", 10_000_000)],
