@@ -34,15 +34,30 @@ faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many a
 	$(BIN)/python studies/kill_ranks.py --kills 4  # reads /proc: Linux
 	$(BIN)/python studies/kill_and_compare.py --kills 3 --source vectors
 
-gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: every test that needs one, then the tables of docs/performance.md
-	$(BIN)/python -m pytest -n 8 tests/gpu tests/test_device.py
-	$(BIN)/python -m pytest -n 8 -k "cuda or device" --ignore tests/gpu --ignore tests/test_device.py
-	$(BIN)/python benchmarks/losses.py --seconds 0.2 --out benchmarks/results/losses_gpu.csv
-	$(BIN)/python benchmarks/losses.py --classes
-	$(BIN)/python benchmarks/class_softmax.py
-	$(BIN)/python benchmarks/class_softmax.py --dtype float32
-	$(BIN)/python benchmarks/facility.py
-	$(BIN)/python benchmarks/curves.py
+# Steps of under ten minutes: what is done stays done in build/gpu, so that a stopped run goes on. Where nothing can be
+# installed, `make gpu PYTHON=python3 PYTHONPATH=src:tests:FOLDER_OF_PACKAGES` takes that Python as it is.
+GPU := $(if $(PYTHONPATH),PYTHONPATH=$(PYTHONPATH) $(PYTHON),$(BIN)/python)
+GPU_TABLES := losses-128 losses-512 losses-1024 losses-2048 losses-4096 losses-16384 losses-65536
+GPU_TABLES += classes-128 classes-512 classes-2048 classes-4096 many-classes many-classes-float32 facility
+
+gpu: $(patsubst %,build/gpu/%.done,tests others $(GPU_TABLES))  ## on a machine with a GPU: every test that needs one, then the tables of docs/performance.md
+	for kind in losses classes; do awk 'FNR > 1 || NR == 1' build/gpu/$$kind-[0-9]*.csv > build/gpu/$$kind.csv; done
+	cp build/gpu/losses.csv benchmarks/results/losses_gpu.csv
+	cp build/gpu/classes.csv benchmarks/results/class_losses_gpu.csv
+	$(GPU) benchmarks/curves.py
+
+build/gpu/%.done: $(if $(PYTHONPATH),,$(VENV)/dev.stamp)
+	mkdir -p build/gpu
+	$(GPU) $(GPU_STEP)
+	touch $@
+
+build/gpu/tests.done: GPU_STEP = -m pytest -n 8 tests/gpu tests/kernels
+build/gpu/others.done: GPU_STEP = -m pytest -n 8 -k "cuda or device" --ignore tests/gpu
+build/gpu/losses-%.done: GPU_STEP = benchmarks/losses.py --sizes $(lastword $(subst -, ,$*)) --seconds 0.2 --out build/gpu/$*.csv
+build/gpu/classes-%.done: GPU_STEP = benchmarks/losses.py --classes --sizes $(lastword $(subst -, ,$*)) --out build/gpu/$*.csv
+build/gpu/many-classes.done: GPU_STEP = benchmarks/class_softmax.py
+build/gpu/many-classes-float32.done: GPU_STEP = benchmarks/class_softmax.py --dtype float32
+build/gpu/facility.done: GPU_STEP = benchmarks/facility.py
 
 floor: $(FLOOR)/test.stamp  ## the test suite with the oldest Python and packages that pyproject.toml allows
 	TORCHINDUCTOR_CACHE_DIR=$(abspath $(FLOOR))/inductor $(FLOOR)/bin/python -m pytest -n 2

@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "performance.md"
 PICTURES = HERE.parent / "docs" / "pictures"
 INK = "#7d7d7d"  # readable on white and on black, as are the colours
-COLOURS = {"auto": "#1f83e0", "compiled": "#c9469a", "torch": "#8a6fd6", "peer": "#e0682b", "floor": "#4d9a57"}
-NAMES = {"auto": "nearkin", "compiled": "compiled", "torch": "in blocks", "peer": "peer", "floor": "floor"}
+COLOURS = {"auto": "#1f83e0", "compiled": "#c9469a", "peer": "#e0682b", "floor": "#4d9a57"}
+NAMES = {"auto": "nearkin", "compiled": "compiled", "peer": "peer", "floor": "floor"}
 UNITS = {"ms": "ms", "mib": "MiB"}
 CELLS = {"cpu": [(1024, "ms"), (1024, "mib")], "gpu": [(4096, "mib")]}
 CLASS_CELLS = [(128, 100), (512, 1000), (2048, 10_000)]  # batch, classes
@@ -65,11 +65,11 @@ def points(rows: Sequence[dict[str, str]], across: str, column: str) -> list[tup
 
 
 def loss_panels(rows: Sequence[dict[str, str]], what: str, slope: int) -> list[Panel]:
-    """One for each loss: ours, compiled or in blocks of classes, the peer and the floor against B."""
+    """One for each loss: ours, compiled, the peer and the floor against B."""
     by_loss: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         by_loss[row["loss"]].append(row)
-    ways = ("floor", "peer", "torch", "compiled", "auto") if what == "ms" else ("peer", "torch", "compiled", "auto")
+    ways = ("floor", "peer", "compiled", "auto") if what == "ms" else ("peer", "compiled", "auto")
     return [
         Panel(
             loss,

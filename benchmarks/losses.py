@@ -1,14 +1,14 @@
 """Every loss beside pytorch-metric-learning and the floor, forward and backward: benchmarks/losses.py
 
 D = 128, float32, 4 items per class; losses over class weights have as many classes as the batch. `auto` is the loss as
-it comes; `compiled`, on a GPU, is torch.compile(loss, dynamic=False), its first step in seconds `compile_s`; `torch`,
-which nothing fills now, was the way without kernels of losses over class weights; `peer` is pytorch-metric-learning
-with the same loss and its own miner; `floor` is the matrix products alone: one of the forward pass, two of the
-backward. Time by device events on a GPU, the host's share included, and for `auto` once more on a device that is kept
-busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
+it comes; `compiled`, on a GPU, is the loss after `loss.compile(dynamic=False)`, its first step in seconds `compile_s`;
+`peer` is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the
+forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more
+on a device that is kept busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
 the machine hits all alike. Memory: the peak beyond what was allocated before, on the CPU in a separate process. --check
 compares values and gradients with float64 instead. --classes: losses over class weights alone, every number of classes
-with every batch, in rounds, beside the peer and `compiled`: the loss after `loss.compile(dynamic=True)`.
+with every batch, in rounds, beside the peer, `compiled`: the loss after `loss.compile(dynamic=True)`, and `captured`:
+that in a CUDA graph.
 """
 
 import argparse
@@ -35,9 +35,9 @@ LARGEST_PEER = 16_384
 PATIENCE = 200.0  # ms: a peer that took longer is not run again at the next larger size beyond SMALL
 ONCE = 3000.0  # ms: a step on the CPU that takes longer is taken once
 CEILING = 12 * 2**30  # bytes a peer may ask for on the CPU
-CONTENDERS = ("auto", "compiled", "torch", "peer", "floor")
+CONTENDERS = ("auto", "compiled", "peer", "floor")
 BATCHES, CLASSES = (128, 512, 2048, 4096), (100, 1000, 10_000)  # of --classes
-CLASS_CONTENDERS = ("auto", "peer", "compiled")
+CLASS_CONTENDERS = ("auto", "peer", "compiled", "captured")
 
 
 class Case(NamedTuple):
@@ -94,9 +94,16 @@ CASES = [
     ),
     Case("lossless triplet", "LosslessTripletLoss"),
     Case("lifted", "LiftedStructureLoss", {}, "L.LiftedStructureLoss(distance=raw())", large=True),
+    Case(
+        "generalised lifted",
+        "GeneralizedLiftedLoss",
+        {},
+        "L.GeneralizedLiftedStructureLoss(neg_margin=1, pos_margin=0, distance=raw())",
+    ),
     Case("N-pair", "NPairLoss", {}, "L.NPairsLoss(distance=inner(), **penalty(0.001))"),
     Case("SupCon", "SupConLoss", {}, "L.SupConLoss()", large=True),
     Case("InfoNCE", "InfoNCELoss", {}, "L.NTXentLoss()", large=True),
+    Case("sigmoid", "SigmoidLoss"),
     Case("log-ratio", "LogRatioLoss", large=True),  # of whole numbers: nearly all label distances are tied
     Case("log-ratio, continuous", "LogRatioLoss", large=True, continuous=True),
     Case("Fast-AP", "FastAPLoss", {}, "L.FastAPLoss()", large=True),
@@ -164,7 +171,9 @@ def ours(case: Case, size: int, device: str, classes: int | None = None, **overr
 def compiled_loss(case: Case, size: int, device: str) -> torch.nn.Module:
     """Nothing else is compiled then: a function has a limited number of compiled forms, and all losses share some."""
     torch._dynamo.reset()
-    return torch.compile(ours(case, size, device), dynamic=False)
+    loss = ours(case, size, device)
+    loss.compile(dynamic=False)
+    return loss
 
 
 def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -209,6 +218,26 @@ def class_steps(
         fast = ours(case, size, device, classes)
         fast.compile(dynamic=True)
         yield "compiled", learning_step(lambda: fast(x, y), [x, *fast.parameters()])
+        if case.ours != "AdaCosLoss":  # its scale follows the batch: a captured one would stand still
+            yield "captured", captured(lambda: fast(x, y), [x, *fast.parameters()])
+
+
+def captured(value: Callable[[], Tensor], learnt: list[Tensor]) -> Callable[[], None]:
+    """The step as one CUDA graph, which leaves out the host's time."""
+
+    def once() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(value(), learnt, allow_unused=True)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            once()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = once()
+    return lambda: (graph.replay(), kept)[0]
 
 
 def class_table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out: Path | None) -> None:
@@ -315,7 +344,7 @@ def cells_cuda(case: Case, size: int, names: dict[str, Any] | None, seconds: flo
     """Milliseconds and MiB of each contender; the first call, whose peak is taken, is the warm-up."""
     figures: dict[str, Any] = {}
     for contender, once in steps(case, size, "cuda", names):
-        beyond = (contender == "torch" and size > SMALL) or (contender == "peer" and size > case.most)
+        beyond = contender == "peer" and size > case.most
         if beyond or (contender == "peer" and size > SMALL and case.name in tired):
             figures |= {f"{contender}_ms": "not run", f"{contender}_mib": "not run"}
             continue
