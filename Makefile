@@ -35,8 +35,8 @@ faults: $(VENV)/dev.stamp  ## damages, full disks and kills, ten times as many a
 	$(BIN)/python studies/kill_and_compare.py --kills 3 --source vectors
 
 gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: every test that needs one, then the tables of docs/performance.md
-	$(BIN)/python -m pytest -n 8 tests/gpu tests/test_device.py
-	$(BIN)/python -m pytest -n 8 -k "cuda or device" --ignore tests/gpu --ignore tests/test_device.py
+	$(BIN)/python -m pytest -n 8 tests/gpu
+	$(BIN)/python -m pytest -n 8 -k "cuda or device" --ignore tests/gpu
 	$(BIN)/python benchmarks/losses.py --seconds 0.2 --out benchmarks/results/losses_gpu.csv
 	$(BIN)/python benchmarks/losses.py --classes
 	$(BIN)/python benchmarks/class_softmax.py

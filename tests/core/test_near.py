@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from cases import LOSSES
+from loss_checks.devices import Products
 from nearkin import losses
 from nearkin.core import devices, distances, near
 
@@ -196,32 +196,6 @@ def test_what_is_not_a_number_taints_its_own_distances(forced):
     assert bool(matrix[7, torch.arange(60) != 7].isnan().all())
     keep = torch.arange(60) != 7
     assert worst(matrix[keep][:, keep].square(), differences(x[keep])) < 1e-6
-
-
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm)
-
-
-class Products(torch.utils._python_dispatch.TorchDispatchMode):
-    """Products that were made, by type."""
-
-    def __init__(self):
-        super().__init__()
-        self.kinds = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        result = function(*arguments, **(keywords or {}))
-        if function.overloadpacket in PRODUCTS:
-            self.kinds.append(result.dtype)
-        return result
-
-
-@pytest.mark.parametrize("case", LOSSES, ids=str)
-def test_no_product_of_float64_is_left(case, forced):
-    """In a step of plain torch."""
-    loss, (x, labels) = case.build(torch.float32), case.batch(torch.float32)
-    with Products() as products:
-        loss(x.requires_grad_(), labels).sum().backward()
-    assert products.kinds and torch.float64 not in products.kinds
 
 
 def test_float64_keeps_its_products(forced):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from scipy import stats
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearkin
 import reference
 from cases import DIM, pair_twin
+from loss_checks.waiting import Watch
 from nearkin import losses, mining, relations
 from nearkin.core import distances
 from nearkin.core.relations import Relation
@@ -439,32 +439,6 @@ def test_the_generator_decides(name):
 
 
 # ---------------------------------------------------------------- cost: no B³, no loop over anchors, no stall
-
-
-class Watch(TorchDispatchMode):
-    """Counts operations, keeps the size of the largest tensor made, and refuses what waits for a device."""
-
-    STALLS = (
-        *("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"),
-        *("_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"),
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.largest = 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        masks = name in ("index", "index_put", "index_put_") and any(
-            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        )
-        assert name not in self.STALLS and not masks, f"{name} waits for the device"
-        made = function(*args, **(kwargs or {}))
-        self.calls += 1
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        return made
 
 
 def test_the_watch_sees_stalls():

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cases import CLASSES, DIM, LOSSES
+from loss_checks.values import function_of
 from nearkin import losses, mining
 from nearkin.losses.engine import PairLoss
 from nearkin.losses.module import LossModule
-from test_contract import function_of
 
 MODULES = {name: getattr(losses, name) for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
 for _name in ("HierarchyLoss", "MatryoshkaLoss"):  # around other losses, whose settings remain theirs
