@@ -107,14 +107,11 @@ def pair_twin(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             settings["selection"] = mine(distance, positive, negative)
         elif "selection" in module.settings:
             settings["selection"] = "all"
+        settings |= {name: getattr(module, name) for name, _ in module.named_parameters()}
         if function is reference.margin:
             settings |= {"beta": module.beta, "classes": labels if module.beta.dim() else None}
         if function is reference.quadruplet:
             settings["classes"] = labels.tolist()
-        if function is reference.sigmoid:
-            settings |= {"log_scale": module.log_scale, "bias": module.bias}
-        if function is reference.siamese:
-            settings |= {"weight": module.weight, "bias": module.bias}
         return function(x, positive, negative, references, **settings)
 
     return twin

@@ -1,4 +1,4 @@
-"""What goes around a loss: a memory of past batches, and several lengths of an embedding."""
+"""What goes around a loss: a memory of past batches, several lengths of an embedding, levels of classes."""
 
 from collections import deque
 from typing import Any
@@ -12,7 +12,7 @@ from loss_checks.outcome import assert_same, batch_of, covering, run
 from loss_checks.properties import holds
 from loss_checks.waiting import Watch, nothing_read
 from nearkin import relations
-from nearkin.losses import MatryoshkaLoss
+from nearkin.losses import HierarchyLoss, MatryoshkaLoss
 from nearkin.memory import CrossBatchMemory
 
 SIZE = 25
@@ -70,7 +70,7 @@ def a_memory_is_its_references_by_hand(case: Case) -> None:
         memory.zero_grad()
         value = memory(y, labels, *rest)
         (2.5 * value).backward()
-        learned = [p.grad for p in memory.parameters() if p.grad is not None]
+        learned = [torch.zeros_like(p) if p.grad is None else p.grad for p in memory.parameters()]
         assert_same([value.detach(), y.grad, *learned], wanted, 1e-9)
         assert keys is None or keys.grad is None
         alone = by_hand(case, memory.loss, x, labels, (), None if keys is None else keys.detach())
@@ -196,3 +196,24 @@ def several_lengths_of_nothing_to_learn_from_are_finite(case: Case) -> None:
     for rows, labels in ((0, singles[:0]), (1, singles[:1]), (3, singles * 0), (3, singles)):
         for x in (torch.randn(rows, DIM).double(), torch.zeros(rows, DIM).double()):
             assert all(bool(t.isfinite().all()) for t in run(wrapper, wrapper, x, labels))
+
+
+@holds(lambda case: not case.graded and "-" not in case.name)
+def two_levels_are_the_sum_of_their_loops(case: Case) -> None:
+    """Classes of classes: value and every gradient, alone and with references; of no item and of one too."""
+    for row in covering(case, dtype=(torch.float64, torch.float32), met=(False, True)[: 1 + case.pairs]):
+        x, fine, *met = batch_of(case, torch.float64, row["dtype"], row["met"])
+        levels = [torch.stack([ids, ids % 2], 1) for ids in (fine, *met[1:])]
+        loss = HierarchyLoss([case.build(row["dtype"]) for _ in range(2)], WEIGHTS[1:]).to(row["dtype"])
+        exact = HierarchyLoss([case.build() for _ in range(2)], WEIGHTS[1:])
+
+        def loops(y: Tensor, labels: Tensor, *met: Any, exact: HierarchyLoss = exact) -> Tensor:
+            of_level = [(labels[:, n], *met[:1], *(others[:, n] for others in met[1:])) for n in range(2)]
+            first, second = (case.twin(m, y, *batch) for m, batch in zip(exact.losses, of_level, strict=True))
+            return WEIGHTS[1] * first + WEIGHTS[2] * second
+
+        wanted = run(loops, exact, x, levels[0], *met[:1], *levels[1:])
+        got = run(loss, loss, x.to(row["dtype"]), levels[0], *(r.to(row["dtype"]) for r in met[:1]), *levels[1:])
+        assert_same(got, wanted, 1e-10 if row["dtype"] == torch.float64 else 2e-5)
+        for rows in (0, 1):
+            assert all(bool(t.isfinite().all()) for t in run(exact, exact, x[:rows], levels[0][:rows]))

@@ -31,10 +31,11 @@ def run(function: Callable[..., Tensor], module: nn.Module, x: Tensor, labels: A
     leaves = [t.detach().clone().requires_grad_() for t in (x, *rest[:1])]
     module.zero_grad()
     value = function(leaves[0], labels, *leaves[1:], *rest[1:])
-    upstream = torch.linspace(-1, 2, len(x), dtype=value.dtype, device=x.device) if value.dim() else 2.5
+    upstream = torch.linspace(-1, 2, len(value), dtype=value.dtype, device=x.device) if value.dim() else 2.5
     value.backward(torch.as_tensor(upstream, dtype=value.dtype, device=value.device))
     assert all(leaf.grad is not None for leaf in leaves)
-    return [value.detach(), *(t.grad for t in (*leaves, *module.parameters()) if t.grad is not None)]  # type: ignore[misc]
+    learned = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+    return [value.detach(), *(leaf.grad for leaf in leaves), *learned]  # type: ignore[list-item]
 
 
 def assert_same(got: Outcome, wanted: Outcome, tolerance: float, by: str = "each") -> None:

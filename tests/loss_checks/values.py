@@ -60,7 +60,7 @@ def slopes_are_those_of_its_value(case: Case) -> None:
     module, (x, labels) = case.build().eval(), case.batch()
     g = torch.Generator().manual_seed(5)
     _, *gradients = run(module, module, x, labels)
-    leaves = [x.clone(), *(p for p in module.parameters() if p.grad is not None)]
+    leaves = [x.clone(), *module.parameters()]
     if not case.smooth:  # part of it has no gradient: the loop is evaluated with that part as it was
         gradients, leaves = gradients[:1], leaves[:1]
     for _ in range(5):
@@ -114,10 +114,16 @@ def second_derivatives_are_right_or_refused(case: Case) -> None:
             setattr(module, name, value)
         leaves = (x.clone().requires_grad_(), *module.parameters())
         if not case.smooth:  # part of it is a constant in the gradient
-            with pytest.raises(RuntimeError, match=r"Loss, whose .* has no second derivative; take its gradient"):
+            with pytest.raises(RuntimeError, match=r"has no second derivative; take its gradient"):
                 penalty(module, encoder, leaves[0], labels)
             continue
-        slopes = torch.autograd.grad(penalty(module, encoder, leaves[0], labels), leaves)
+        try:
+            curve = penalty(module, encoder, leaves[0], labels)
+        except RuntimeError as error:  # blocks of classes are not differentiated twice
+            if case.pairs or "max_memory" not in settings or "has no second derivative" not in str(error):
+                raise
+            continue
+        slopes = torch.autograd.grad(curve, leaves)
         steps = [torch.randn(leaf.shape, generator=g, dtype=leaf.dtype) for leaf in leaves]
         sides = []
         for move in (1e-5, -2e-5):
@@ -208,7 +214,7 @@ def reductions_agree(case: Case) -> None:
     module, (x, labels), results = case.build().eval(), case.batch(), {}
     for module.reduction in REDUCTIONS:
         results[module.reduction] = module(x, labels)
-    assert results["none"].shape == (len(x),)
+    assert results["none"].shape == (min(module.settings.get("anchors") or len(x), len(x)),)
     torch.testing.assert_close(results["none"].sum(), results["sum"])
     assert results["mean"].shape == results["active"].shape == ()
     with pytest.raises(ValueError, match=r'unknown reduction "average"; known: mean, active, sum, none'):
@@ -226,7 +232,8 @@ def function_of(module: nn.Module | type) -> object:
 def the_module_is_its_function(case: Case) -> None:
     """To the bit, with the module's settings and what it has learned as arguments."""
     module, (x, labels) = case.build().eval(), case.batch()
-    function, settings = function_of(module), dict(module.settings)
+    function = function_of(module)
+    settings = {name: value for name, value in module.settings.items() if not name.startswith("decay")}  # γ is given
     tensors = dict(module.named_parameters()) | {"centers": getattr(module, "centers", None)}
     learned = [tensors[name] for name in ("weight", "bias", "proxies", "centers") if tensors.get(name) is not None]
     if case.pairs:
@@ -237,10 +244,8 @@ def the_module_is_its_function(case: Case) -> None:
             settings[name] = getattr(module, name)
     if case.name == "HeatedSoftmaxLoss-batch":
         x = nn.functional.batch_norm(x, module.running_mean, module.running_var)
-        module.norm, settings["normalize"], settings["scale"] = "l2", False, module.scale / DIM**0.5
-        wanted = function(x, labels, *learned, **settings)
-        module.norm = "batch"
-        torch.testing.assert_close(module(case.batch()[0], labels), wanted)
+        settings |= {"normalize": False, "scale": module.scale / DIM**0.5}
+        torch.testing.assert_close(module(case.batch()[0], labels), function(x, labels, *learned, **settings))
         return
     torch.testing.assert_close(module(x, labels), function(x, labels, *learned, **settings), rtol=0, atol=0)
 
