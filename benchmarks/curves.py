@@ -18,7 +18,14 @@ PAGE = HERE.parent / "docs" / "performance.md"
 PICTURES = HERE.parent / "docs" / "pictures"
 INK = "#7d7d7d"  # readable on white and on black, as are the colours
 COLOURS = {"auto": "#1f83e0", "compiled": "#c9469a", "torch": "#8a6fd6", "peer": "#e0682b", "floor": "#4d9a57"}
-NAMES = {"auto": "nearkin", "compiled": "compiled", "torch": 'impl="torch"', "peer": "peer", "floor": "floor"}
+NAMES = {"auto": "nearkin", "compiled": "compiled", "torch": "in blocks", "peer": "peer", "floor": "floor"}
+UNITS = {"ms": "ms", "mib": "MiB"}
+CELLS = {"cpu": [(1024, "ms"), (1024, "mib")], "gpu": [(4096, "ms"), (4096, "mib")]}
+CLASS_CELLS = [(512, 1000), (2048, 10_000)]  # batch, classes
+CLASS_COLUMNS = {  # on the page: a result file and a number of classes for each column
+    "cuda": [("cuda", 1_000_000), ("cuda", 10_000_000), ("cuda_float32", 1_000_000)],
+    "cpu": [("cpu", 200_000)],
+}
 MANY = ("#1f83e0", "#e0682b", "#4d9a57", "#8a6fd6", "#c9469a", "#b08a1e", "#2a9d9d", "#d64545")
 
 
@@ -74,12 +81,10 @@ def loss_panels(rows: Sequence[dict[str, str]], what: str, slope: int) -> list[P
 
 
 def class_panels(rows: Sequence[dict[str, str]]) -> list[Panel]:
-    """Time and memory against C: ArcFace for all kernels, which lie on one another, the peers and the floor."""
+    """Time and memory against C: ArcFace for all losses, which lie on one another, the peers and the floor."""
     by_way: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
-        if row["way"] in ("arcface, triton", "arcface, torch", "arcface, dense") or row["way"].startswith(
-            ("peer", "floor")
-        ):
+        if row["way"].startswith(("arcface, ", "peer", "floor")) and "centres" not in row["way"]:
             by_way[row["way"].replace("arcface, ", "nearkin, ")].append(row)
     panels = []
     for title, column in (("milliseconds against C", "ms"), ("extra MiB against C", "extra_mib")):
@@ -181,50 +186,48 @@ def save(shown: Any, name: str, png: Path | None) -> None:
     print(f"docs/pictures/{name}.svg")
 
 
-def loss_table(rows: Sequence[dict[str, str]], what: str) -> str:
-    """Ours (on a busy device) / the peer's, a row a loss, a column a size."""
-    sizes = sorted({int(row["B"]) for row in rows})
+def loss_table(rows: Sequence[dict[str, str]], cells: Sequence[tuple[int, str]]) -> str:
+    """Ours / compiled, where measured / the peer's: a row a loss that has a peer, a column a size and measure."""
     cell = {(row["loss"], int(row["B"])): row for row in rows}
-    lines = ["| loss | " + " | ".join(f"B = {size:,}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    for loss in dict.fromkeys(row["loss"] for row in rows):
-        cells = []
-        for size in sizes:
+    heads = [f"B = {size:,}, {UNITS[what]}" for size, what in cells]
+    lines = ["| loss | " + " | ".join(heads) + " |", "|---" * (len(cells) + 1) + "|"]
+    for loss in dict.fromkeys(row["loss"] for row in rows if row["peer_ms"]):
+        texts = []
+        for size, what in cells:
             row = cell.get((loss, size), {})
-            ours_text, other = shortened(row.get(f"auto_{what}", "")), row.get(f"peer_{what}", "")
-            busy = row.get("busy_ms", "") if what == "ms" else ""
-            ours_text += f" ({shortened(busy)})" if busy else ""
-            cells.append(f"{ours_text} / {shortened(other)}" if other else ours_text)
-        lines.append(f"| {loss} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"{provenance(rows)}."])
+            figures = [row.get(f"{way}_{what}", "") for way in ("auto", "compiled", "peer")]
+            texts.append(" / ".join(shortened(text) for text in figures if text))
+        lines.append(f"| {loss} | " + " | ".join(texts) + " |")
+    order = "Nearkin / compiled / peer" if any(row.get("compiled_ms") for row in rows) else "Nearkin / peer"
+    return "\n".join([*lines, "", f"{order}. {provenance(rows)}."])
 
 
-def class_table(rows: Sequence[dict[str, str]]) -> str:
-    """Milliseconds and MiB, one row per contender, one column per number of classes."""
-    sizes = sorted({int(row["C"]) for row in rows})
-    cell = {(row["way"], int(row["C"])): row for row in rows}
-    lines = ["| contender | " + " | ".join(f"C = {size:,}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    for way in dict.fromkeys(row["way"] for row in rows):
-        pairs = [cell.get((way, size), {}) for size in sizes]
-        texts = [f"{shortened(row['ms'])} ms, {shortened(row['extra_mib'])} MiB" if row else "" for row in pairs]
+def class_table(columns: Sequence[tuple[Sequence[dict[str, str]], int]]) -> str:
+    """Milliseconds / MiB, one row per contender, one column per number of classes, each from its own rows."""
+    heads = [f"C = {size:,}, {rows[0]['dtype']}" for rows, size in columns]
+    lines = ["| contender | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
+    cells = [{row["way"]: row for row in rows if int(row["C"]) == size} for rows, size in columns]
+    for way in dict.fromkeys(row["way"] for row in columns[0][0]):
+        found = [cell.get(way) for cell in cells]
+        texts = [f"{shortened(row['ms'])} / {shortened(row['extra_mib'])}" if row else "" for row in found]
         lines.append(f"| {way} | " + " | ".join(texts) + " |")
-    first = rows[0]
-    setting = f"B = {int(first['B']):,}, D = {first['D']}, {first['dtype']}, {first['device']}"
+    first = columns[0][0][0]
+    setting = f"Milliseconds / extra MiB. B = {int(first['B']):,}, D = {first['D']}, {first['device']}"
     return "\n".join([*lines, "", f"{setting}, torch {first['torch']}, {first['date']}."])
 
 
 def class_loss_table(rows: Sequence[dict[str, str]]) -> str:
-    """Ours / the peer's / torch.compile's milliseconds, a row per loss and batch."""
-    sizes = sorted({int(row["C"]) for row in rows})
+    """Ours / the peer's / torch.compile's milliseconds, a row a loss that has a peer, at a few batches and classes."""
     cell = {(row["loss"], int(row["B"]), int(row["C"])): row for row in rows}
-    lines = ["| loss | B | " + " | ".join(f"C = {size:,}" for size in sizes) + " |", "|---" * (len(sizes) + 2) + "|"]
-    for loss, batch in dict.fromkeys((row["loss"], int(row["B"])) for row in rows):
+    heads = [f"B = {batch:,}, C = {classes:,}" for batch, classes in CLASS_CELLS]
+    lines = ["| loss | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for loss in dict.fromkeys(row["loss"] for row in rows if figure(row["peer_ms"])):
         texts = []
-        for size in sizes:
-            row = cell[loss, batch, size]
-            texts.append(
-                " / ".join(shortened(row[f"{name}_ms"].replace("-", "")) for name in ("auto", "peer", "compiled"))
-            )
-        lines.append(f"| {loss} | {batch:,} | " + " | ".join(texts) + " |")
+        for batch, classes in CLASS_CELLS:
+            row = cell[loss, batch, classes]
+            names = ("auto", "peer", "compiled")
+            texts.append(" / ".join(shortened(row[f"{name}_ms"].replace("-", "")) for name in names))
+        lines.append(f"| {loss} | " + " | ".join(texts) + " |")
     first = rows[0]
     return "\n".join(
         [*lines, "", f"D = {first['D']}, float32, {first['machine']}, torch {first['torch']}, {first['date']}."]
@@ -264,8 +267,11 @@ def main() -> None:
 
     matplotlib.use("agg")
     page = PAGE.read_text(encoding="utf-8")
-    for device in ("cpu", "gpu"):
-        rows = rows_of(f"losses_{device}.csv")
+    class_rows = rows_of("class_losses_gpu.csv")
+    over_classes = {row["loss"] for row in class_rows}  # on a GPU they have a table of their own
+    for device, cells in CELLS.items():
+        rows = [row for row in rows_of(f"losses_{device}.csv") if device == "cpu" or row["loss"] not in over_classes]
+        drawn = []
         for what, name, slope, words in (
             ("ms", "time", 2, "Milliseconds of a step against B"),
             ("mib", "memory", 1, "Extra MiB of a step against B"),
@@ -274,17 +280,20 @@ def main() -> None:
                 stem = f"performance-{device}-{name}"
                 caption = f"{words}, log-log. {provenance(rows)}. Dotted: {'∝ B²' if slope == 2 else '∝ B'}."
                 save(draw(loss_panels(rows, what, slope), 4, (2.5, 1.9), caption), stem, png)
-                page = put(page, f"{device} {name}", f"{picture(stem, words)}\n\n{loss_table(rows, what)}")
-    for device in ("cuda", "cuda_float32", "cpu"):
-        rows = rows_of(f"class_softmax_{device}.csv")
+                drawn.append(picture(stem, words))
         if rows:
+            page = put(page, f"{device} losses", "\n\n".join([*drawn, loss_table(rows, cells)]))
+    found = {device: rows_of(f"class_softmax_{device}.csv") for device in ("cuda", "cuda_float32", "cpu")}
+    for device, columns in CLASS_COLUMNS.items():
+        if found[device]:
             stem = f"performance-classes-{device}"
-            save(draw(class_panels(rows), 2, (5, 4), "Softmax over C classes, log-log. Dotted: ∝ C.", False), stem, png)
-            words = "Time and memory of a class softmax against C"
-            page = put(page, f"classes {device}", f"{picture(stem, words)}\n\n{class_table(rows)}")
-    rows = rows_of("class_losses_gpu.csv")
-    if rows:
-        page = put(page, "class losses gpu", class_loss_table(rows))
+            caption = "Softmax over C classes, log-log. Dotted: ∝ C."
+            save(draw(class_panels(found[device]), 2, (5, 4), caption, False), stem, png)
+            shown = picture(stem, "Time and memory of a class softmax against C")
+            table = class_table([(found[name], size) for name, size in columns if found[name]])
+            page = put(page, f"classes {device}", f"{shown}\n\n{table}")
+    if class_rows:
+        page = put(page, "class losses table", class_loss_table(class_rows))
     PAGE.write_text(page, encoding="utf-8")
 
 

@@ -262,14 +262,14 @@ def rows_of(figures: dict[int, dict[str, Any]], cores: int) -> list[list[object]
 
 
 def printed(rows: list[list[object]], figures: dict[int, dict[str, Any]]) -> str:
-    """The table of docs/scaling.md."""
+    """The table of docs/scaling.md: a row for each kind of work, a column for each number of ranks."""
     lines = []
-    for what, scaling, ranks, over, size, ms, speedup, sent, formula, predicted in rows:
-        mark = "*" if over == "yes" else ""
-        both = f"{sent:,}" + ("" if formula == "" else " =" if sent == formula else f" ({formula:,} expected)")
-        line = [str(what), str(scaling), str(size), f"{ranks}{mark}", f"{ms:,}", f"{speedup}", both, f"{predicted:,}"]
-        lines.append(line)
-    header = ["what", "scaling", "size", "ranks", "ms", "speed-up", "bytes sent per rank", "model, ms"]
+    for name in dict.fromkeys((row[0], row[1]) for row in rows):
+        alone, *more = [row for row in rows if (row[0], row[1]) == name]
+        cells = [f"{row[5]:,} ({row[6]})" for row in more]
+        lines.append([f"{name[0]}, {name[1]}", f"{alone[4]}", f"{alone[5]:,}", *cells, f"{more[0][7]:,}"])
+    ranks = [f"{row[2]} ranks{'*' if row[3] == 'yes' else ''}" for row in more]
+    header = ["what, scaling", "size for one rank", "1 rank, ms", *ranks, f"bytes sent per rank of {more[0][2]}"]
     measured_links = [
         f"{ranks} ranks: {world['links']['bandwidth'] / 1e9:.2f} GB/s, {1e6 * world['links']['latency']:.0f} µs"
         for ranks, world in figures.items()

@@ -1,7 +1,7 @@
 """What a step costs on many ranks, from the bytes it exchanges, the links and the measured work of one rank.
 
-`python benchmarks/scaling_model.py` prints the tables for 8, 64 and 1,024 GPUs and for 100 million classes, as
-docs/scaling.md has them. `scaling.py` asks the same functions for the ranks of this machine, and compares.
+`python benchmarks/scaling_model.py` prints the arithmetic of docs/scaling.md: SupCon on 8, 64 and 1,024 GPUs, and the
+memory of 100 million classes. `scaling.py` asks the same functions for the ranks of this machine, and compares.
 """
 
 import math
@@ -66,11 +66,9 @@ def seconds(exchange: Exchange, ranks: int, link: Link) -> float:
 NODE = 8
 NVLINK = Link(0.8 * 450e9, 5e-6)  # 450 GB/s a direction; four fifths of it, as collectives reach
 RAILS = Link(0.8 * 8 * 50e9, 15e-6)  # 400 Gb/s per GPU: eight rails per node, all of which a ring over nodes uses
-MEMORY = 0.8 * 4.8e12  # bytes per second of an H200's own memory
 LITE = 12_000.0  # images per second, EfficientNet-Lite0 at 96 px, bf16, batches of 128, training
 LITE_PARAMETERS = 3_535_000  # of its encoder with a projection to 128
 PAIR = (0.79e-3, 101e-3 / 65_536**2)  # SupCon compiled, D = 128: seconds per step, and seconds per pair of the batch
-CLASS = (2.2e-3, 0.24e-3, 8.77e-6 * 1e-3 / 1024)  # ArcFace, D = 512: the least; a step; and a pair of row and class
 
 
 def link_of(ranks: int) -> Link:
@@ -81,10 +79,6 @@ def pair_loss(rows: int) -> float:
     return PAIR[0] + PAIR[1] * rows * rows
 
 
-def class_loss(rows: int, classes: float) -> float:
-    return max(CLASS[0], CLASS[1] + CLASS[2] * rows * classes)
-
-
 def pair_step(ranks: int, batch: int, dim: int = 128) -> dict[str, float]:
     """Milliseconds of a training step with a pair loss over the global batch."""
     link = link_of(ranks)
@@ -93,19 +87,6 @@ def pair_step(ranks: int, batch: int, dim: int = 128) -> dict[str, float]:
         "loss": pair_loss(batch * ranks),
         "gather": seconds(plain(batch, dim), ranks, link),
         "gradients": seconds(gradients(LITE_PARAMETERS), ranks, link),
-    }
-    return _ms(parts, batch, ranks)
-
-
-def class_step(ranks: int, batch: int, classes: float, dim: int = 512, rate: float = 1.0) -> dict[str, float]:
-    """The same with ArcFace whose classes are shared."""
-    link = link_of(ranks)
-    parts = {
-        "encoder": batch / LITE,
-        "loss": class_loss(batch * ranks, rate * classes / ranks),
-        "gather": seconds(sharded(batch, dim, ranks), ranks, link),
-        "gradients": seconds(gradients(LITE_PARAMETERS), ranks, link),
-        "optimiser": 7 * classes / ranks * dim * 4 / MEMORY,  # AdamW reads four tensors of the shard and writes three
     }
     return _ms(parts, batch, ranks)
 
@@ -126,11 +107,6 @@ def break_even(batch: int) -> tuple[int, int]:
     return round(rows), math.ceil(rows / batch)
 
 
-def class_memory(classes: float, dim: int, ranks: int, states: int, size: int = 4) -> float:
-    """GB a rank of class weights, their gradient and the optimiser's states, all dense and of `size` bytes."""
-    return classes * dim * size * (2 + states) / ranks / 1e9
-
-
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
@@ -147,25 +123,7 @@ def main() -> None:
             [f"{number:,}", f"{128 * number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"]
         )
     print(table(["GPUs", "global batch", *columns, "images/s"], rows))
-    print("\nSupCon, a global batch of 8,192 (strong scaling); ms")
-    rows = []
-    for number in ranks:
-        one = pair_step(number, 8192 // number)
-        rows.append(
-            [f"{number:,}", f"{8192 // number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"]
-        )
-    print(table(["GPUs", "images per GPU", *columns, "images/s"], rows))
     print(f"\nloss = encoder from a global batch of {break_even(128)[0]:,}, {break_even(128)[1]:,} GPUs of 128 images")
-    print("\nArcFace, D = 512, classes sharded, 128 images per GPU; ms")
-    rows = []
-    plans = [(1e6, 8, 1.0), (1e6, 64, 1.0), (1e6, 1024, 1.0), (1e8, 8, 1.0), (1e8, 64, 1.0), (1e8, 256, 1.0)]
-    plans += [(1e8, number, 0.1) for number in (8, 64, 256, 1024)]
-    columns = ["encoder", "loss", "gather", "gradients", "optimiser", "step"]
-    for classes, number, rate in plans:
-        one = class_step(number, 128, classes, rate=rate)
-        name = f"{classes / 1e6:,.0f} M" + (f", sample_rate {rate}" if rate != 1 else "")
-        rows.append([name, f"{number:,}", *(f"{one[c]:.2f}" for c in columns), f"{one['images/s']:,.0f}"])
-    print(table(["classes", "GPUs", *columns, "images/s"], rows))
     print("\n100 million classes, D = 512, float32: GB per GPU")
     gigabytes = 1e8 * 512 * 4 / 1e9
     rows = [

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardtanh
 
 from nearkin.core import checks, devices, near, symmetric
 from nearkin.core.autograd import HandGradient, device_type, traced
@@ -33,7 +34,7 @@ def upcast(x: Tensor) -> Tensor:
         low, high = torch.aminmax(x.detach())
         if -bound <= float(low) and float(high) <= bound:
             return x
-    return x.clamp(-bound, bound)
+    return hardtanh(x, -bound, bound)  # as clamp, whose gradient takes five operations
 
 
 def freely_read(x: Tensor) -> bool:
@@ -159,6 +160,8 @@ class _Distances(HandGradient):
             squared = torch.threshold_(squared, rounding, 0.0)
         elif kind == a.dtype:  # relative to the anchor's length: two rows within rounding of each other have the same
             squared = torch.where(squared > left * (1.25 * rounding), squared, 0.0)
+        elif not a.is_cpu:
+            squared = squared.masked_fill_(squared <= left * (1.25 * rounding), 0.0)
         else:  # the same in place; of narrow rows no quotient overflows, and no square is below 1e-90
             size = torch.where(left > 0, left, 1e-90)
             squared = torch.threshold_(squared.div_(size), 1.25 * rounding, 0.0).mul_(size)
@@ -176,12 +179,16 @@ class _Distances(HandGradient):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         a, b, result = ctx.saved_tensors
-        apart = result.sign()  # 1, or 0 where two rows are equal
-        slope = (slope * apart).div_((1 - apart).add_(result)) if ctx.root else (slope * apart).mul_(2)
+        if ctx.root and not a.is_cpu and not torch.is_grad_enabled():
+            slope = torch.where(result > 0, slope / result, 0.0)
+        else:
+            apart = result.sign()  # 1, or 0 where two rows are equal
+            slope = (slope * apart).div_((1 - apart).add_(result)) if ctx.root else (slope * apart).mul_(2)
         close = near.near_pairs(result, ctx.root, a, a if b is None else b) if ctx.narrow else None
         with torch.autocast(device_type(a), enabled=False):
             if b is None:
-                return (_pulled(slope.T.contiguous().add_(slope), a, a, close), *(None,) * 7)
+                both = slope.T.contiguous().add_(slope) if a.is_cpu else slope + slope.T
+                return (_pulled(both, a, a, close), *(None,) * 7)
             slope = slope if ctx.narrow else slope.to(a.dtype)
             by_a = _pulled(slope, a, b, close) if ctx.needs_input_grad[0] else None
             by_b = _pulled(slope.T, b, a, None if close is None else close.T) if ctx.needs_input_grad[1] else None
@@ -193,7 +200,7 @@ def _pulled(slope: Tensor, a: Tensor, b: Tensor, close: Tensor | None) -> Tensor
     if close is not None:
         return near.pulled(slope, a, b, close)
     slope = slope.to(a.dtype)
-    return a * slope.sum(1, keepdim=True) - slope @ b
+    return torch.addmm(a * slope.sum(1, keepdim=True), slope, b, alpha=-1)
 
 
 def _wide_rows(x: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def softplus(x: Tensor) -> Tensor:
 
 def count_in_row(mask: Tensor) -> Tensor:
     """How many entries of each row of a (B, R) mask are set, (B,): `sum(1)`, at half its memory on the CPU."""
-    if traced():  # torch 2.6 cannot compile the narrower sum
+    if traced() or not mask.is_cpu:  # torch 2.6 cannot compile the narrower sum
         return mask.sum(1)
     return mask.sum(1, dtype=torch.int32).long()
 
@@ -111,7 +111,7 @@ def any_in_row(mask: Tensor, dim: int = 1, keepdim: bool = False) -> Tensor:
     """
     if traced():
         return mask.sum(dim, keepdim) > 0
-    if mask.shape[dim] == 0:
+    if mask.shape[dim] == 0 or not mask.is_cpu:
         return mask.any(dim, keepdim)
     return mask.view(torch.uint8).amax(dim, keepdim).bool()
 

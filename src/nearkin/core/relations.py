@@ -83,6 +83,7 @@ def _plain(labels: Labels, references: Tensor | None, reference_labels: Labels |
     same = ids[:, None] == other[None, :]
     if distances.freely_read(ids) and not bool((ids == UNKNOWN).any() or (other == UNKNOWN).any()):
         return Relation(same, ~same)  # the common case: every class is known
-    known = (ids != UNKNOWN)[:, None] & (other != UNKNOWN)[None, :]
+    known_ids = ids != UNKNOWN
+    known = known_ids[:, None] & (known_ids if other is ids else other != UNKNOWN)[None, :]
     positive = same & known
     return Relation(positive, known ^ positive)

@@ -16,7 +16,7 @@ __all__ = ["mirrored", "product"]
 
 def mirrored(matrix: Tensor) -> Tensor:
     """The part of a square matrix above the diagonal, on both sides of a diagonal of 0."""
-    if traced():
+    if traced() or not matrix.is_cpu:
         upper = matrix.triu(1)
         return upper + upper.T
     upper = matrix.triu_(1)
@@ -42,7 +42,7 @@ class _Product(HandGradient):
         with torch.autocast(device_type(x), enabled=False):
             full = x @ x.T
         if not x.is_cpu:  # fewer launches
-            return full.triu() + full.triu(1).T
+            return (full + full.T).mul_(0.5)
         own = full.diagonal().clone()
         result = mirrored(full)
         result.diagonal().copy_(own)

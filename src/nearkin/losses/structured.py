@@ -208,13 +208,12 @@ class NPairLoss(PairLoss):
             return reduce.logsumexp(logits, compared) - reduce.mean(logits, relation.positive), counts
 
         value, counts = call.run(rows, *(() if firsts is None else (firsts,)))
-        value = torch.where(counts, value, 0.0)
         if self.length_weight:
-            compared = used.clone()  # the pass for the gradient writes to the other
+            compared = used if call.fits() else used.clone()  # the pass for the gradient writes to the other
             own = _size(x)
             sizes = own if references is None else _size(references)
             size = (compared * sizes).sum() / compared.sum().clamp(min=1)  # mean square of these references
-            value = torch.where(counts, value + self.length_weight / 4 * (own + size), 0.0)
+            value = value + self.length_weight / 4 * (own + size)
         return reduce.terms(value, counts, self.reduction) + taint
 
 
