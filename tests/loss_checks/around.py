@@ -149,9 +149,12 @@ def lengths_by_loops(case: Case, wrapper: MatryoshkaLoss, x: Tensor, labels: Any
 
 @holds()
 def several_lengths_are_the_sum_of_their_loops(case: Case) -> None:
-    """In three types, normalised and not, alone and with references; autocast changes nothing."""
+    """In float64 and a narrower type, normalised and not, alone and with references; autocast changes nothing."""
     kinds = {torch.float64: (1e-8, 1e-8), torch.float32: (2e-5, 2e-4), torch.bfloat16: (2e-5, 2e-2)}
-    for row in covering(case, dtype=tuple(kinds), normalize=(True, False), met=(False, True)[: 1 + case.pairs]):
+    lower = (torch.float32, torch.bfloat16)[len(case.name) % 2]
+    for row in covering(
+        case, dtype=(torch.float64, lower), normalize=(True, False), met=(False, True)[: 1 + case.pairs]
+    ):
         dtype, met = row["dtype"], row["met"]
         wrapper = several(case, torch.float64 if dtype == torch.float64 else torch.float32, row["normalize"])
         double = several(case, normalize=row["normalize"])

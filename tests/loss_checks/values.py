@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import reference
 from cases import CLASSES, DIM, Case, masks
-from loss_checks.outcome import REDUCTIONS, assert_same, batch_of, covering, loop, run
-from loss_checks.properties import has_ids, holds
+from loss_checks.outcome import REDUCTIONS, assert_same, batch_of, covering, least_room, loop, run
+from loss_checks.properties import has_ids, holds, in_blocks
 from nearkin import losses, relations
 
 HALF = (torch.bfloat16, torch.float16)
@@ -199,8 +199,14 @@ def every_kind_of_label_says_the_same(case: Case) -> None:
             module(x, relations.Relation(*masks(labels)))
         return
     rows = nn.functional.one_hot(labels, CLASSES + 1).bool()
-    for same in (rows, relations.multilabel(rows), relations.explicit(labels[:, None] == labels[None, :])):
+    kin = relations.explicit(labels[:, None] == labels[None, :])
+    for same in (rows, relations.multilabel(rows), kin):
         torch.testing.assert_close(module(x, same), wanted)
+    if in_blocks(case):
+        module.max_memory = least_room(case, x, x)
+        torch.testing.assert_close(module(x, kin), wanted)
+        module.max_memory = None
+    assert bool(kin.positive.diagonal().all()), "the caller's own masks stay as they are"
     references, others = case.references(x, labels)
     wanted = module(x, labels, references, others)
     torch.testing.assert_close(module(x, labels[:, None] == others[None, :], references), wanted)
