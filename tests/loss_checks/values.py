@@ -182,6 +182,7 @@ def unknown_items_are_as_good_as_absent(case: Case) -> None:
         rest = case.references(x, labels) if met else ()
         with_unknown = (torch.cat([rest[0], more[-2:]]), torch.cat([rest[1], unknown[-2:]])) if met else ()
         wanted, got = run(module, module, x, labels, *rest), run(module, module, more, unknown, *with_unknown)
+        assert torch.equal(module(more, unknown.int(), *with_unknown), got[0])
         assert not any(bool(t[len(t) - 2 :].any()) for t in got[1 : 2 + met])
         got[1 : 2 + met] = [t[:-2] for t in got[1 : 2 + met]]
         assert_same(got, wanted, 1e-10)
