@@ -41,7 +41,7 @@ gpu: $(VENV)/dev.stamp  ## on a machine with a GPU: every test that needs one, t
 	$(BIN)/python benchmarks/losses.py --classes
 	$(BIN)/python benchmarks/class_softmax.py
 	$(BIN)/python benchmarks/class_softmax.py --dtype float32
-	$(BIN)/python benchmarks/facility.py --sizes 128 256 512 1024
+	$(BIN)/python benchmarks/facility.py
 	$(BIN)/python benchmarks/curves.py
 
 floor: $(FLOOR)/test.stamp  ## the test suite with the oldest Python and packages that pyproject.toml allows

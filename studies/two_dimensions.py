@@ -33,7 +33,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from nearkin import losses
-from nearkin.core.angles import psi_and_slope
+from nearkin.core.angles import psi
 
 FULL, QUICK = (3, 800, 200, 25), (1, 3, 3, 4)  # seeds, steps together, steps apart, pictures of a class in a batch
 CLASSES, SCALE = 10, 20.0
@@ -41,8 +41,8 @@ COS, ARC, SPHERE = 0.1, 0.25, 4  # margins: of the cosine, of the angle in radia
 PULLS = 0.01, 0.1, 1.0
 GARMENTS = "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot"
 MAKE: dict[str, Callable[[], nn.Module]] = {
-    "softmax": lambda: losses.CenterLoss(CLASSES, 2, pull=0.0),
-    **{f"center λ = {p:g}": lambda p=p: losses.CenterLoss(CLASSES, 2, pull=p) for p in PULLS},
+    "softmax": lambda: losses.CenterLoss(CLASSES, 2, center_weight=0.0),
+    **{f"center λ = {p:g}": lambda p=p: losses.CenterLoss(CLASSES, 2, center_weight=p) for p in PULLS},
     "unit weights": lambda: losses.SphereFaceLoss(CLASSES, 2, margin=1),
     "SphereFace": lambda: losses.SphereFaceLoss(CLASSES, 2, margin=SPHERE, start=5.0),  # λ = 5, its floor, at once
     "normalised": lambda: losses.NormalizedSoftmaxLoss(CLASSES, 2, scale=SCALE),
@@ -169,7 +169,7 @@ def bound(name: str, theta: Tensor, loss: nn.Module, pair: Sequence[int]) -> Ten
         cos = (theta + ARC).clamp(max=math.pi).cos()
     elif name == "SphereFace":
         relaxed = float(loss.annealing)
-        cos = (relaxed * cos + psi_and_slope(cos, SPHERE)[0]) / (1 + relaxed)
+        cos = (relaxed * cos + psi(cos, SPHERE)) / (1 + relaxed)
     else:  # lengths of the two weights; the bias moves it too, by an amount that depends on the length of x
         long, other = (float(loss.weight[k].detach().norm()) for k in pair)
         cos = cos * long / other

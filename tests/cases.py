@@ -80,7 +80,7 @@ def gaps(targets: Tensor, reference_targets: Tensor | None = None) -> Tensor:
 
 
 def _plain(module: nn.Module, *leave: str) -> dict[str, Any]:
-    return {k: v for k, v in module.settings.items() if k not in ("generator", "selection", *leave)}
+    return {k: v for k, v in module.settings.items() if k not in ("generator", "selection", "kernel", *leave)}
 
 
 def _euclidean(x: Tensor, references: Tensor | None, normalize: bool) -> Tensor:
@@ -142,7 +142,7 @@ def heated_twin(module: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         x = torch.stack([(c - c.mean()) / (c.var(correction=0) + 1e-5).sqrt() for c in x.T], 1)
         scale, normalize = scale / x.shape[1] ** 0.5, False
     return reference.heated_softmax(
-        x, labels, module.weight, module.bias, scale=scale, normalize=normalize, **_plain(module)
+        x, labels, module.weight, module.bias, scale=scale, normalize=normalize, **_plain(module, "scale")
     )
 
 
@@ -243,21 +243,23 @@ LOSSES = [
         "LogRatioLoss-keep", lambda: C.LogRatioLoss(ties="keep", normalize=True), graded_twin, pairs=True, graded=True
     ),
     Case("FacilityLocationLoss", lambda: C.FacilityLocationLoss(), facility_twin, compiles=False),
-    Case("ProxyNCALoss", lambda: C.ProxyNCALoss(*size), class_twin(R.proxy_nca, "proxies")),
-    Case("ProxyNCALoss-original", lambda: C.ProxyNCALoss(*size, form="original"), class_twin(R.proxy_nca, "proxies")),
+    Case("ProxyNCALoss", lambda: C.ProxyNCALoss(*size), class_twin(R.proxy_nca, "weight")),
+    Case("ProxyNCALoss-original", lambda: C.ProxyNCALoss(*size, form="original"), class_twin(R.proxy_nca, "weight")),
     Case(
         "ProxyNCALoss-several",
         lambda: C.ProxyNCALoss(*size, proxies_per_class=3),
-        class_twin(R.proxy_nca, "proxies"),
+        class_twin(R.proxy_nca, "weight"),
     ),
     Case(
         "ProxyNCALoss-dynamic",
         lambda: C.ProxyNCALoss(*size, assignment="dynamic", form="original"),
-        class_twin(R.proxy_nca, "proxies"),
+        class_twin(R.proxy_nca, "weight"),
     ),
-    Case("ProxyAnchorLoss", lambda: C.ProxyAnchorLoss(*size), class_twin(R.proxy_anchor, "proxies")),
-    Case("SoftTripleLoss", lambda: C.SoftTripleLoss(*size), class_twin(R.soft_triple, "centers")),
-    Case("CenterLoss", lambda: C.CenterLoss(*size, pull=0.5), class_twin(R.center, "weight", "bias", "centers")),
+    Case("ProxyAnchorLoss", lambda: C.ProxyAnchorLoss(*size), class_twin(R.proxy_anchor, "weight")),
+    Case("SoftTripleLoss", lambda: C.SoftTripleLoss(*size), class_twin(R.soft_triple, "weight")),
+    Case(
+        "CenterLoss", lambda: C.CenterLoss(*size, center_weight=0.5), class_twin(R.center, "weight", "bias", "centers")
+    ),
     Case("NormalizedSoftmaxLoss", lambda: C.NormalizedSoftmaxLoss(*size), class_twin(R.normalized_softmax, "weight")),
     Case("HeatedSoftmaxLoss", lambda: C.HeatedSoftmaxLoss(*size), heated_twin),
     Case("HeatedSoftmaxLoss-batch", lambda: C.HeatedSoftmaxLoss(*size, norm="batch"), heated_twin),
@@ -279,7 +281,7 @@ LOSSES = [
     Case("MagFaceLoss", lambda: C.MagFaceLoss(*size), class_twin(R.magface, "weight")),
     Case(
         "MagFaceLoss-within",
-        lambda: C.MagFaceLoss(*size, scale=16.0, lower_length=2.5, upper_length=4.5, penalty=3.0),
+        lambda: C.MagFaceLoss(*size, scale=16.0, lower_length=2.5, upper_length=4.5, length_weight=3.0),
         class_twin(R.magface, "weight"),
     ),
     Case("AdaCosLoss", lambda: C.AdaCosLoss(*size), adacos_twin),

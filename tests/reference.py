@@ -689,7 +689,7 @@ def adaface_statistics(x, labels, mean, std, *, momentum=0.01):
 
 def magface(
     x, labels, weight, *, lower_margin=0.45, upper_margin=0.8, scale=64.0, lower_length=10.0, upper_length=110.0,
-    penalty=35.0, reduction="mean",
+    length_weight=35.0, reduction="mean",
 ):  # fmt: skip
     def logits(i, y):
         scores = [scale * cosine(x[i], w) for w in weight]
@@ -706,11 +706,11 @@ def magface(
 
         size = length(x[i])
         if size > upper_length:
-            return penalty * g(upper_length) + 0 * size
+            return length_weight * g(upper_length) + 0 * size
         if size >= lower_length:
-            return penalty * g(size)
+            return length_weight * g(size)
         slope = 1 / upper_length**2 - 1 / lower_length**2  # the tangent
-        return penalty * (g(lower_length) + slope * (size - lower_length))
+        return length_weight * (g(lower_length) + slope * (size - lower_length))
 
     return classified(x, labels, logits, reduction, drawn)
 
@@ -731,12 +731,12 @@ def adacos_scale(x, labels, weight, scale):
     return math.log(sum(others) / len(items)) / math.cos(min(math.pi / 4, middle))
 
 
-def center(x, labels, weight, bias, centers, *, pull=0.003, reduction="mean"):
+def center(x, labels, weight, bias, centers, *, center_weight=0.003, reduction="mean"):
     def logits(i, y):
         return [w @ x[i] + b for w, b in zip(weight, bias, strict=True)]
 
     def drawn(i, y):
-        return pull / 2 * squared_distance(x[i], centers[y].detach())
+        return center_weight / 2 * squared_distance(x[i], centers[y].detach())
 
     return classified(x, labels, logits, reduction, drawn)
 
@@ -789,8 +789,9 @@ def proxy_anchor(x, labels, proxies, *, margin=0.1, scale=32.0):
 
 
 def soft_triple(
-    x, labels, centers, *, centers_per_class=10, scale=20.0, gamma=0.1, margin=0.01, tau=0.2, reduction="mean"
-):
+    x, labels, centers, *, centers_per_class=10, scale=20.0, temperature=0.1, margin=0.01, spread_weight=0.2,
+    reduction="mean",
+):  # fmt: skip
     """Each distance of two unit centres is sqrt(|w - w'|² + 1e-5)."""
     per = centers_per_class
     classes = [list(range(c * per, (c + 1) * per)) for c in range(len(centers) // per)]
@@ -804,11 +805,11 @@ def soft_triple(
         scores = []
         for c, own in enumerate(classes):
             s = [cosine(x[i], centers[k]) for k in own]
-            total = logsumexp([v / gamma for v in s])
-            scores.append(scale * (sum((v / gamma - total).exp() * v for v in s) - (margin if c == y else 0)))
+            total = logsumexp([v / temperature for v in s])
+            scores.append(scale * (sum((v / temperature - total).exp() * v for v in s) - (margin if c == y else 0)))
         return scores
 
-    return classified(x, labels, logits, reduction, lambda i, y: tau * spread)
+    return classified(x, labels, logits, reduction, lambda i, y: spread_weight * spread)
 
 
 # --- groups

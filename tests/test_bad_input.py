@@ -13,11 +13,9 @@ def test_strict_reads_values_where_they_would_not_be_read(monkeypatch):
     checks = nearkin.core.checks
     seen = []
     monkeypatch.setattr(checks, "reads_values", lambda t, f=checks.reads_values: seen.append(f(t)) or f(t))
-    with nearkin.strict():
-        assert checks._strict
-        with pytest.raises(ValueError, match=r"labels must be in 0\.\.3"):
-            nearkin.losses.CosFaceLoss(4, 2)(torch.randn(2, 2), labels)
-    assert not checks._strict and all(seen)
+    with nearkin.strict(), pytest.raises(ValueError, match=r"labels must be in 0\.\.3"):
+        nearkin.losses.CosFaceLoss(4, 2)(torch.randn(2, 2), labels)
+    assert all(seen)
 
 
 def test_bad_settings_fail_when_the_loss_is_made():

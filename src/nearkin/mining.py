@@ -217,6 +217,7 @@ _PLAIN: dict[str, Callable[[Tensor, Relation], Triplets | Pairs]] = {
 }
 DRAWN = ("random", "random_semihard", "distance_weighted")
 TRIPLET_SELECTIONS = ("hard", *_SEMIHARD, "batch_hard", "easy_positive", *DRAWN)
+PER_POSITIVE = ("hard", *_SEMIHARD, *DRAWN)  # a triplet for each positive of an anchor
 PAIR_SELECTIONS = ("hard_negatives", "multi_similarity")
 
 
@@ -237,15 +238,17 @@ def select(
     margin: float | None = None,
     squared: bool = False,
     generator: torch.Generator | None = None,
+    max_positives: int | None = None,
 ) -> Triplets | Pairs:
     """Applies a selection, by name with those of the arguments that it needs, or as a callable.
 
-    On the CPU an anchor's triplets are as many as its positives, where these are few, instead of one per column.
+    An anchor's triplets are as many as its positives, where these are few, instead of one per column: on the CPU, which
+    counts them, and elsewhere where the caller knows that there are at most `max_positives`.
     """
     if not isinstance(selection, str):
         return selection(distance, relation)
     checks.one_of("selection", selection, ("all", *TRIPLET_SELECTIONS, *PAIR_SELECTIONS))
-    few = _few(relation.positive) if selection in ("hard", *_SEMIHARD, *DRAWN) else None
+    few = _few(relation.positive, max_positives) if selection in PER_POSITIVE else None
     if selection in _SEMIHARD and few is not None:
         return _semihard_of(distance.detach(), relation, *few, _SEMIHARD[selection])
     if selection == "random_semihard":
@@ -283,13 +286,19 @@ def _has_both(relation: Relation) -> Tensor:
 
 
 @torch.no_grad()
-def _few(positive: Tensor) -> tuple[Tensor, Tensor] | None:
+def _few(positive: Tensor, at_most: int | None) -> tuple[Tensor, Tensor] | None:
     """Columns of each anchor's positives, (B, T), and which of them are real, where they are few; None elsewhere.
 
-    T is read from the tensor, so only where that costs no synchronisation.
+    T is read from the tensor where that costs no synchronisation; elsewhere it is `at_most`, if given.
     """
-    if not distances.freely_read(positive) or positive.numel() == 0:
+    if positive.numel() == 0:
         return None
+    if not distances.freely_read(positive):
+        if at_most is None:
+            return None
+        before = torch.arange(positive.shape[1], 0, -1, device=positive.device, dtype=torch.int32)
+        first, columns = (positive * before).topk(min(at_most, positive.shape[1]), dim=1)  # those of a row in order
+        return columns, first > 0
     number = reduce.count_in_row(positive)
     most = int(number.max())
     if not 0 < most * 8 <= min(positive.shape[1], 128):

@@ -29,14 +29,13 @@ from nearkin.compare.study import Study
 from nearkin.core.errors import OutOfTime
 from nearkin.data.item_set import Items
 from nearkin.evaluation import retrieval
-from nearkin.losses.search_ranges import ranges_of
-from nearkin.losses.settings import Choices
+from nearkin.losses.settings import Choices, ranges_of
 from nearkin.training import read_recipe
 from nearkin.training.config.registry import LOSSES
 from nearkin.training.loader import ItemStore, embed
 from nearkin.training.trainer import assemble
 
-TRIPLET_RANGES = ranges_of("triplet", LOSSES["triplet"].make)
+TRIPLET_RANGES = ranges_of(LOSSES["triplet"].make)
 
 LOSSES_HERE = ["triplet", "proxy-anchor"]
 SMALL = {"steps": 12, "trials": 3, "folds": 2, "seeds": 2}
@@ -214,7 +213,7 @@ def test_every_loss_has_ranges_that_it_accepts(loss):
     choice = LOSSES[loss]
     needs = {"num_classes": 5, "dim": 4} if "num_classes" in choice.make.__init__.__annotations__ else {}
     needs = {"dim": 4} if loss == "siamese" else {} if loss == "margin" else needs
-    for name, one in ranges_of(loss, LOSSES[loss].make).items():
+    for name, one in ranges_of(LOSSES[loss].make).items():
         if name == "loss_scale":
             assert any(True for _ in choice.make(**needs).parameters()), "nothing to scale"
             continue
@@ -223,7 +222,7 @@ def test_every_loss_has_ranges_that_it_accepts(loss):
         default = choice.settings[name].default
         assert default in one.values if isinstance(one, Choices) else one.low <= default <= one.high
     learns = any(True for _ in choice.make(**needs).parameters())
-    assert learns == ("loss_scale" in ranges_of(loss, LOSSES[loss].make))
+    assert learns == ("loss_scale" in ranges_of(LOSSES[loss].make))
 
 
 def test_suggestions_are_functions_of_what_was_tried(setup):

@@ -1,6 +1,7 @@
 """Distances, relations and reductions: exact at the corners where the usual code is not."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -169,16 +170,28 @@ def test_reductions():
 
 def test_strict_is_a_switch_and_a_block():
     checks = nearkin.core.checks
+    strict = checks._strict.get
     with nearkin.strict():
-        assert checks._strict
+        assert strict()
         with nearkin.strict(False):
-            assert not checks._strict
-        assert checks._strict
-    assert not checks._strict
+            assert not strict()
+        assert strict()
+    assert not strict()
     nearkin.strict()
-    assert checks._strict
+    assert strict()
     nearkin.strict(False)
-    assert not checks._strict
+    assert not strict()
+
+
+def test_strict_is_of_one_thread():
+    x, labels = torch.tensor([[math.nan, 1.0], [1.0, 2.0]]), torch.tensor([0, 0])
+    with nearkin.strict(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(nearkin.losses.contrastive_loss, x, labels).result().isnan()
+        with pytest.raises(ValueError, match="embeddings must be finite"):
+            nearkin.losses.contrastive_loss(x, labels)
+        with pytest.raises(ValueError, match="embeddings must be finite"):
+            pool.submit(lambda: nearkin.strict() and nearkin.losses.contrastive_loss(x, labels)).result()
+    assert nearkin.losses.contrastive_loss(x, labels).isnan()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)

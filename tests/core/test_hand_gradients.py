@@ -169,7 +169,7 @@ def test_counts_of_masks():
 CONSTANTS = {  # losses in whose gradient something is a constant that is none
     "AdaCos in training": losses.AdaCosLoss(5, 4),
     "ArcFace, straight through": losses.ArcFaceLoss(5, 4),
-    "ArcFace, straight through, in blocks": losses.ArcFaceLoss(5, 4, impl="torch"),
+    "ArcFace, straight through, in blocks": losses.ArcFaceLoss(5, 4, max_memory=3000),
 }
 
 
@@ -181,7 +181,7 @@ def test_a_gradient_made_of_constants_is_not_differentiated_again(name, near):
     x = (module.weight.detach() + 1e-9 * x if near else x).requires_grad_()
     loss = module
     if "straight" in name:
-        loss = partial(losses.arcface_loss, weight=module.weight, straight_through=True, impl=module.impl)
+        loss = partial(losses.arcface_loss, weight=module.weight, straight_through=True, max_memory=module.max_memory)
     loss(x, labels).backward()
     with pytest.raises(RuntimeError, match=r"has no second derivative; take its gradient without create_graph=True"):
         torch.autograd.grad(loss(x, labels), module.weight, create_graph=True)

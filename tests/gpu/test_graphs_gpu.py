@@ -88,7 +88,11 @@ def test_steps_are_the_same_digit_for_digit(name, sources):
     graphed, losses = run(sources, CASES[name], "true")
     assert losses == expected
     assert not graph_runs.differences(graph_runs.state_of(plain)[0], graph_runs.state_of(graphed)[0])
-    assert graphed.graphed_step._replay is not None and not graphed.notes  # captured, every one of them
+    if name == "facility-location":  # searches on the host
+        [note] = graphed.notes
+        assert graphed.graphed_step is None and "facility.py" in note and "waits for the device" in note
+        return
+    assert graphed.graphed_step._replay is not None and not graphed.notes  # captured, every other one
 
 
 @pytest.mark.parametrize(

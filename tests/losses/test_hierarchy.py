@@ -129,3 +129,12 @@ def test_references_need_a_loss_that_takes_them():
         HierarchyLoss(modules, WEIGHTS)(x, labels, x.clone(), labels)
     with pytest.raises(ValueError, match=r"labels must be in 0\.\.1"):
         HierarchyLoss(modules, WEIGHTS)(x, labels.flip(1))
+
+
+def test_memories_take_another_view_as_their_references():
+    x, labels = torch.randn(6, 4), torch.stack([torch.arange(6) // 2, torch.arange(6) // 3], 1)
+    view = x + 0.1
+    loss = HierarchyLoss([CrossBatchMemory(losses.SupConLoss(), 8, 4) for _ in range(2)], (1.0, 0.3))
+    single = [CrossBatchMemory(losses.SupConLoss(), 8, 4) for _ in range(2)]
+    wanted = single[0](x, labels[:, 0], view) + 0.3 * single[1](x, labels[:, 1], view)
+    assert torch.allclose(loss(x, labels, view), wanted)

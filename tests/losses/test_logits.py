@@ -14,16 +14,18 @@ def cosine(x, w):
 
 
 def heated(loss, x):
-    return loss._scale * cosine(x, loss.weight) + loss.bias.double()
+    return loss.__dict__["scale"] * cosine(x, loss.weight) + loss.bias.double()
 
 
 def standardised(loss, x):
     y = (x.double() - loss.running_mean.double()) / (loss.running_var.double() + 1e-5).sqrt()
-    return loss._scale / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
+    return (
+        loss.__dict__["scale"] / D**0.5 * (y @ torch.nn.functional.normalize(loss.weight.double(), dim=1).T) + loss.bias
+    )
 
 
 def soft(loss, x):
-    each = cosine(x, loss.centers).view(len(x), C, 3)
+    each = cosine(x, loss.weight).view(len(x), C, 3)
     return 20 * ((each / 0.1).softmax(2) * each).sum(2)
 
 
@@ -45,12 +47,12 @@ CASES = {
         lambda: losses.SphereFaceLoss(C, D),
         lambda m, x: x.double().norm(dim=1, keepdim=True) * cosine(x, m.weight),
     ),
-    "Proxy-NCA": (lambda: losses.ProxyNCALoss(C, D), lambda m, x: -9 * (2 - 2 * cosine(x, m.proxies))),
+    "Proxy-NCA": (lambda: losses.ProxyNCALoss(C, D), lambda m, x: -9 * (2 - 2 * cosine(x, m.weight))),
     "Proxy-NCA, several": (
         lambda: losses.ProxyNCALoss(C, D, proxies_per_class=2),
-        lambda m, x: (-9 * (2 - 2 * cosine(x, m.proxies))).view(len(x), C, 2).amax(2),
+        lambda m, x: (-9 * (2 - 2 * cosine(x, m.weight))).view(len(x), C, 2).amax(2),
     ),
-    "Proxy-Anchor": (lambda: losses.ProxyAnchorLoss(C, D), lambda m, x: 32 * cosine(x, m.proxies)),
+    "Proxy-Anchor": (lambda: losses.ProxyAnchorLoss(C, D), lambda m, x: 32 * cosine(x, m.weight)),
     "SoftTriple": (lambda: losses.SoftTripleLoss(C, D, centers_per_class=3), soft),
     "center": (lambda: losses.CenterLoss(C, D), lambda m, x: x.double() @ m.weight.double().T + m.bias),
 }
@@ -91,8 +93,8 @@ def test_the_loss_is_the_cross_entropy_of_its_logits():
         losses.CosFaceLoss(C, D, margin=0.0),
         losses.ArcFaceLoss(C, D, margin=0.0, sub_centers=2),
         losses.ProxyNCALoss(C, D, proxies_per_class=1),
-        losses.SoftTripleLoss(C, D, margin=0.0, tau=0.0),
-        losses.CenterLoss(C, D, pull=0.0),
+        losses.SoftTripleLoss(C, D, margin=0.0, spread_weight=0.0),
+        losses.CenterLoss(C, D, center_weight=0.0),
         losses.SphereFaceLoss(C, D, margin=1),
     ):
         loss = loss.double().eval()
@@ -103,8 +105,7 @@ def test_the_loss_is_the_cross_entropy_of_its_logits():
 def test_every_class_loss_has_logits_and_says_what_does_not_fit():
     named = {type(make()).__name__ for make, _ in CASES.values()}
     assert named == {n for n in losses.__all__ if n.endswith("Loss") and hasattr(getattr(losses, n), "get_logits")}
-    takers = [n for n in losses.__all__ if n.endswith("Loss") and hasattr(getattr(losses, n), "shard")]
-    takers.remove("MatryoshkaLoss")  # has that of the loss inside, whose logits they are
+    takers = [n for n in losses.__all__ if n.endswith("Loss") and "shard" in getattr(getattr(losses, n), "fields", ())]
     assert all(getattr(losses, name).get_logits.__doc__ for name in named) and not set(takers) - named
     for make, _ in CASES.values():
         loss = make()
@@ -118,7 +119,7 @@ def test_every_class_loss_has_logits_and_says_what_does_not_fit():
         got = loss.get_logits(x)
         assert got[1].isnan().all() and got[[0, 2]].isfinite().all()
         assert loss.get_logits(torch.full((1, D), 3e38)).isfinite().all()
-        loss.shard = Shard(0, 2, C, processes=2)
+        loss.held = Shard(0, 2, C, processes=2)
         with pytest.raises(ValueError, match=r"get_logits needs all classes in one process, got 2 of 5 \(shard=True\)"):
             loss.get_logits(x)
     with pytest.raises(ValueError, match='get_logits needs proxies that belong to classes, got assignment="dynamic"'):

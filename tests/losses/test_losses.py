@@ -11,7 +11,8 @@ import reference
 from cases import masks
 from nearkin import losses, mining, relations
 from nearkin.core import distances
-from nearkin.core.angles import cos_sin, psi_and_slope
+from nearkin.core.angles import psi, sine
+from nearkin.losses import rank, structured
 from nearkin.losses.cluster import facility_location
 from nearkin.training import grad_cache
 
@@ -208,18 +209,6 @@ def test_facility_sweeps_never_lower_the_score_even_with_ties():
         assert all(later >= earlier - 1e-12 for earlier, later in itertools.pairwise(scores)), scores
 
 
-def test_facility_without_reading_values_finds_the_same(monkeypatch):
-    """What an accelerator runs, without knowing the number of classes, on the CPU."""
-    x, y = random_batch(3)
-    y[5] = -1
-    d = distances.euclidean(x)
-    usual = facility_location(d, y)
-    monkeypatch.setattr("nearkin.core.checks.reads_values", lambda tensor: False)
-    for count in (None, 4):
-        blind = facility_location(d, y, num_clusters=count)
-        assert torch.equal(blind.chosen, usual.chosen) and torch.equal(blind.assignment, usual.assignment)
-
-
 def test_facility_shows_its_clustering_and_decays():
     x, y = random_batch(1)
     loss = losses.FacilityLocationLoss(gamma=2.0, decay=0.5, decay_steps=2).double()
@@ -264,7 +253,7 @@ def test_sphereface_psi_is_its_definition_and_its_polynomial(margin):
     theta = torch.linspace(0, math.pi, 2001, dtype=f64)
     k = (theta * margin / math.pi).floor().clamp(max=margin - 1)
     defined = (-1) ** k * (margin * theta).cos() - 2 * k
-    got, _ = psi_and_slope(theta.cos(), margin)
+    got = psi(theta.cos(), margin)
     torch.testing.assert_close(got, defined, rtol=0, atol=1e-12)
     assert bool((got.diff() <= 1e-12).all()) and got[-1].item() == pytest.approx(1 - 2 * margin)
     c = theta.cos()
@@ -323,7 +312,9 @@ def test_arcface_gradient_is_true_or_straight_through():
         losses.arcface_loss(x, y, weight, **settings).backward()
         return weight.grad[0].norm().item()
 
-    cos, sin = cos_sin(distances.unit(x), distances.unit(w[:1]))
+    u, own = distances.unit(x), distances.unit(w[:1])
+    cos = (u * own).sum(1)
+    sin = sine(cos, u, own)
     ratio = math.sin(math.acos(cos.item()) + 0.5) / sin.item()  # d cos(θ + m) / d cos θ
     assert slope() / slope(straight_through=True) == pytest.approx(ratio, rel=1e-9)
 
@@ -331,7 +322,8 @@ def test_arcface_gradient_is_true_or_straight_through():
 def test_float32_angles_keep_their_digits_near_zero():
     x = points([1, 1e-4, 0]).float()
     w = torch.tensor([[1.0, 0.0, 0.0]])
-    _, sin = cos_sin(distances.unit(x), distances.unit(w))
+    u, own = distances.unit(x), distances.unit(w)
+    sin = sine((u * own).sum(1), u, own)
     assert sin.item() == pytest.approx(1e-4, rel=1e-4)  # sqrt(1 - cos²) in float32 gives 0 or 3e-4
 
 
@@ -659,7 +651,7 @@ def test_adaface_moves_its_statistics_once_per_training_step_and_before_they_are
 
 def test_magface_of_one_margin_is_arcface():
     x, labels, weight = lengthy(3.0, 15.0, 60.0, 200.0, 0.0)
-    level = {"lower_margin": 0.6, "upper_margin": 0.6, "penalty": 0.0}
+    level = {"lower_margin": 0.6, "upper_margin": 0.6, "length_weight": 0.0}
     for reduction in ("mean", "none", "active"):
         ours = losses.magface_loss(x, labels, weight, **level, reduction=reduction)
         torch.testing.assert_close(ours, losses.arcface_loss(x, labels, weight, margin=0.6, reduction=reduction))
@@ -719,3 +711,14 @@ def test_vicreg_of_long_rows_is_as_exact_in_float32(size):
 def test_vicreg_beyond_float32_is_finite(size):
     value, slope = vicreg_outcome(size * torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.float32)
     assert 1e37 < value < math.inf and slope.isfinite().all()
+
+
+def test_a_check_that_reads_values_chooses_no_path(monkeypatch):
+    """As under `strict` on a device: N-pair and Smooth-AP go the way that they go there."""
+    monkeypatch.setattr(distances, "freely_read", lambda tensor: False)
+    monkeypatch.setattr(structured, "_between_sides", None)
+    x, y = torch.randn(8, 4, dtype=f64), torch.arange(8) // 2
+    assert losses.npair_loss(x, y).isfinite()
+    assert rank._slots(torch.tensor([2, 3]), 7, None) == 7
+    with pytest.raises(ValueError, match="max_positives must be"):
+        rank._slots(torch.tensor([2, 3]), 7, 2)

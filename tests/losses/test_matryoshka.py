@@ -50,14 +50,14 @@ def test_the_dimension_that_the_data_fill_is_that_of_each_length():
 def test_the_parts_of_a_loss_that_a_trainer_asks_for():
     loss = losses.ProxyAnchorLoss(CLASSES, DIM)
     wrapper = MatryoshkaLoss(loss, DIMS)
-    assert wrapper.lr_scale == loss.lr_scale == 100 and [*wrapper.parameters()] == [loss.proxies]
+    assert wrapper.lr_scale == loss.lr_scale == 100 and [*wrapper.parameters()] == [loss.weight]
     assert wrapper.dims == DIMS and wrapper.weights == (1.0, 1.0, 1.0) and wrapper.normalize
     assert not wrapper.takes_references and MatryoshkaLoss(losses.SupConLoss(), DIMS).takes_references
     assert "dims=[6, 4, 2]" in repr(wrapper) and "weights=[1.0, 3.0]" in repr(MatryoshkaLoss(loss, (6, 2), (1.0, 3.0)))
     with pytest.raises(AttributeError):
         wrapper.dims = (6, 3)
     wrapper(torch.randn(4, DIM), torch.arange(4)).backward()
-    assert (loss.proxies.grad != 0).all()
+    assert (loss.weight.grad != 0).all()
 
 
 def test_unused_columns_learn_from_the_longest_alone():
@@ -164,7 +164,7 @@ def ranked(name, shard):
     torch.manual_seed(5)
     make = {
         "arcface": lambda: losses.ArcFaceLoss(5, DIM, scale=8.0, shard=shard),
-        "center": lambda: losses.CenterLoss(5, DIM, pull=0.5, shard=shard),
+        "center": lambda: losses.CenterLoss(5, DIM, center_weight=0.5, shard=shard),
         "supcon": losses.SupConLoss,
     }[name]
     return MatryoshkaLoss(make().double(), DIMS).double()

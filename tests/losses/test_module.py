@@ -9,8 +9,7 @@ import torch
 from cases import CLASSES, DIM, LOSSES
 from loss_checks.values import function_of
 from nearkin import losses, mining
-from nearkin.losses.engine import PairLoss
-from nearkin.losses.module import LossModule
+from nearkin.losses.settings import Loss
 
 MODULES = {name: getattr(losses, name) for name in losses.__all__ if inspect.isclass(getattr(losses, name))}
 for _name in ("HierarchyLoss", "MatryoshkaLoss"):  # around other losses, whose settings remain theirs
@@ -37,6 +36,7 @@ FIXED = {
     "proxies_per_class",
     "centers_per_class",
     "sampling_dim",
+    "norm",
 }
 LEARNED = {("MarginLoss", "beta"), ("SigmoidLoss", "log_scale"), ("SigmoidLoss", "bias")}
 
@@ -62,9 +62,8 @@ FREE_SETTINGS = {
     "beta_weight": (0.5, -0.1, r"beta_weight must be >= 0, got -0\.1"),
     "length_weight": (0.5, -1, "length_weight must be >= 0"),
     "gamma": (0.7, -1, "gamma must be >"),
-    "tau": (0.9, -1, "tau must be >= 0"),
-    "pull": (0.9, -1, "pull must be >= 0"),
-    "penalty": (0.5, -1, "penalty must be >= 0"),
+    "spread_weight": (0.9, -1, "spread_weight must be >= 0"),
+    "center_weight": (0.9, -1, "center_weight must be >= 0"),
     "start": (3.0, -1, "start must be >= 0"),
     "decay": (0.5, "x", "decay must be a number"),
     "decay_steps": (2, 0, "decay_steps must be >= 1"),
@@ -78,10 +77,8 @@ FREE_SETTINGS = {
     "selection": ("batch_hard", "hardest_of_all", "selection"),
     "form": ("max", "round", 'unknown form "round"'),
     "assignment": ("dynamic", "static-ish", 'unknown assignment "static-ish"'),
-    "norm": ("batch", "l3", 'unknown norm "l3"'),
     "ties": ("keep", "lose", 'unknown ties "lose"'),
     "reduction": ("sum", "average", 'unknown reduction "average"'),
-    "impl": ("torch", "cuda", 'unknown impl "cuda"'),
     "max_memory": (2**20, 0, "max_memory must be >= 1, got 0"),
     "invariance_weight": (3.0, -1, "invariance_weight must be >= 0, got -1"),
     "variance_weight": (3.0, -1, "variance_weight must be >= 0, got -1"),
@@ -97,7 +94,7 @@ OWN = {
     ("VICRegLoss", "epsilon"): (0.3, 0, "epsilon must be > 0, got 0"),
 }
 # Any value does for a switch, and a generator is checked by torch when it draws.
-UNCHECKED = {"squared", "swap", "normalize", "sigmoid", "straight_through", "dynamic", "generator"}
+UNCHECKED = {"squared", "swap", "normalize", "sigmoid", "straight_through", "dynamic", "kernel", "generator"}
 
 
 def make(name, **settings):
@@ -144,7 +141,7 @@ def test_signature_is_that_of_the_function(name):
             assert module[key].default == keyword[key].default, key
     ordered = [key for key in shared if module[key].kind is inspect.Parameter.KEYWORD_ONLY]
     assert ordered == [key for key in keyword if key in ordered]
-    assert issubclass(MODULES[name], (LossModule, PairLoss))
+    assert issubclass(MODULES[name], Loss)
 
 
 @pytest.mark.parametrize(("name", "setting"), PAIRS, ids=lambda value: str(value))
@@ -153,8 +150,6 @@ def test_reading_gives_what_was_constructed(name, setting):
     value = getattr(make(name), setting)
     if default is inspect.Parameter.empty:
         assert value == SIZES[setting]
-    elif setting == "shard":
-        assert value is None and default is False  # a Shard with shard=True: which classes this process holds
     elif isinstance(value, torch.Tensor):  # learned, or the present value of a schedule
         assert float(value.detach()) == pytest.approx(default)
     else:
@@ -165,7 +160,8 @@ def test_reading_gives_what_was_constructed(name, setting):
 def test_a_changed_setting_is_as_good_as_a_constructed_one(name, setting):
     value = another(name, setting)
     base = {"selection": "all"} if (name, setting) == ("MarginLoss", "normalize") else {}
-    base |= {"selection": "random"} if setting == "generator" else {}
+    drawn = setting == "generator" or (setting == "max_positives" and "selection" in settings_of(name))
+    base |= {"selection": "random"} if drawn else {}
     constructed, changed = make(name, **base, **{setting: copy.deepcopy(value)}), make(name, **base)
     setattr(changed, setting, copy.deepcopy(value))
     assert repr(changed) == repr(constructed) or setting == "generator"
@@ -203,7 +199,7 @@ def test_a_changed_setting_changes_the_loss(name):
         s
         for n, s in FREE
         if n == name
-        and s in ("invariance_weight", "margin", "temperature", "scale", "epsilon", "penalty", "pull", "length_weight")
+        and s in ("invariance_weight", "margin", "temperature", "scale", "epsilon", "center_weight", "length_weight")
     ]
     setting = (numbers or [s for n, s in FREE if n == name and s in ("bins", "gamma", "reduction")])[0]
     module = make(name).eval()
@@ -302,7 +298,7 @@ def test_settings_beside_a_selection_of_your_own_are_checked_without_calling_it(
 
 
 DRAWN = r'generator must be left out unless selection is "random", "random_semihard" or "distance_weighted", which draw'
-BLOCKS = r'max_memory must be left out unless assignment="static" and proxies_per_class=1, .* got 1'
+BLOCKS = r'{} must be left out unless assignment="static", of which alone there are blocks .*, got {}'
 EPSILON = 'epsilon must be left out unless selection="multi_similarity", got 9'
 IGNORED = [
     ("MultiSimilarityLoss", {"selection": "all", "epsilon": 9}, EPSILON),
@@ -312,8 +308,8 @@ IGNORED = [
     ("TripletLoss", {"selection": mining.hard, "generator": torch.Generator()}, DRAWN),
     ("QuadrupletLoss", {"selection": "all", "generator": torch.Generator()}, DRAWN),
     ("MarginLoss", {"selection": "all", "generator": torch.Generator()}, DRAWN),
-    ("ProxyNCALoss", {"proxies_per_class": 2, "max_memory": 1}, BLOCKS),
-    ("ProxyNCALoss", {"assignment": "dynamic", "max_memory": 1}, BLOCKS),
+    ("ProxyNCALoss", {"assignment": "dynamic", "max_memory": 1}, BLOCKS.format("max_memory", "1")),
+    ("ProxyNCALoss", {"assignment": "dynamic", "sample_rate": 0.5}, BLOCKS.format("sample_rate", "0.5")),
 ]
 
 

@@ -39,7 +39,7 @@ class ScaledLoss(PairLoss):
     l_i = -e^t mean_p s_ip
     """
 
-    def start(self):
+    def make(self):
         self.log_scale = nn.Parameter(torch.tensor(0.3))
 
     def rows(self, rows):

@@ -722,10 +722,10 @@ def test_a_dead_loss_and_still_proxies_are_said_once():
     assert len(notes) == 1 and "loss.margin" in notes[0]
     loss = losses.ProxyAnchorLoss(4, 8)
     before = {name: p.detach().clone() for name, p in loss.named_parameters()}
-    assert "proxies of the loss did not move in epoch 1" in watcher.epoch(1, before, loss)[0]
+    assert "weight of the loss did not move in epoch 1" in watcher.epoch(1, before, loss)[0]
     assert watcher.epoch(2, before, loss) == []
     with torch.no_grad():
-        loss.proxies += 1
+        loss.weight += 1
     assert monitor.Monitor(10, 8, "stop").epoch(1, before, loss) == []
 
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from nearkin.compare import trial
 from nearkin.compare.plan import Plan, rounds
 from nearkin.compare.protocol import Job
-from nearkin.losses.search_ranges import ranges_of
-from nearkin.losses.settings import Choices, Range, Searched
+from nearkin.losses.settings import Choices, Range, Searched, ranges_of
 from nearkin.training.config.recipe import Recipe
 from nearkin.training.config.registry import LOSSES
 
@@ -146,7 +145,7 @@ def require_optuna() -> None:
 def search_space(loss: str, recipe: Recipe, lr: float) -> dict[str, Searched]:
     """What is searched for a loss, by recipe keys; learning rates that the user has set are not searched."""
     space: dict[str, Searched] = {}
-    for name, searched in ranges_of(loss, LOSSES[loss].make).items():
+    for name, searched in ranges_of(LOSSES[loss].make).items():
         if name != "loss_scale":
             space[f"loss.{name}"] = searched
         elif recipe.optimizer.loss_scale is None:

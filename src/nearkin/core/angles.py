@@ -6,78 +6,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearkin.core import distances
-from nearkin.core.autograd import HandGradient, traced
+from nearkin.core.autograd import HandGradient, gradients_again, traced
 
-__all__ = ["cos_sin", "psi_and_slope"]
+__all__ = ["psi", "sine"]
 
 
-def psi_and_slope(cos: Tensor, margin: int) -> tuple[Tensor, Tensor]:
-    """SphereFace's ψ(θ) = (-1)^k cos(mθ) - 2k on [kπ/m, (k+1)π/m] from cos θ, and its slope by that.
+def psi(cos: Tensor, margin: int) -> Tensor:
+    """SphereFace's ψ(θ) = (-1)^k cos(mθ) - 2k on [kπ/m, (k+1)π/m] from cos θ: it falls from 1 to 1 - 2m.
 
-    It falls from 1 to 1 - 2m. By Chebyshev's polynomials of the second kind: T_m = U_m - c U_{m-1}, of slope m U_{m-1}.
+    cos(mθ) is Chebyshev's polynomial of cos θ, so that only k, which has no slope, takes an arc cosine.
     """
-    twice = 2 * cos
-    before, now = torch.ones_like(cos), twice
+    k = (cos.detach().clamp(-1, 1).acos() * (margin / math.pi)).floor()
+    before, now, twice = 1.0, cos, 2 * cos
     for _ in range(margin - 1):
         before, now = now, twice * now - before
-    turns = torch.zeros_like(cos)
-    for j in range(1, margin):
-        turns += cos.detach() < math.cos(j * math.pi / margin)
-    sign = 1 - 2 * (turns % 2)
-    return sign * (now - cos * before) - 2 * turns, (margin * sign) * before
+    return (1 - 2 * (k % 2)) * now - 2 * k
 
 
-def cos_sin(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angle between unit rows, (B,), from their difference and sum: exact near 0 and π.
+def sine(cos: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    """The sine of the angle between unit rows, (B,), from its cosine: the length of x - w cos θ, finite at 0 and π.
 
     A zero row is at a right angle to everything.
     """
-    kind = torch.promote_types(x.dtype, w.dtype)
-    x, w = x.to(kind), w.to(kind)
-    if traced():
-        *_, cos, sin = _between(x - w, x + w)
-        return cos.to(kind), sin.to(kind)
-    result: tuple[Tensor, Tensor] = _CosSin.call(x, w)
-    return result
+    value: Tensor = (_plain_sine if traced() else _Sine.call)(cos, x, w)
+    return value
 
 
-class _CosSin(HandGradient):
-    """With a hand-written gradient: a few passes over (B, D), where autograd makes forty."""
+class _Sine(HandGradient):
+    """With a hand-written gradient: four passes over (B, D), where autograd makes eight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        difference, total = x - w, x + w
-        apart, along, upright, cos, sin = _between(difference, total)
-        ctx.save_for_backward(x, w, difference, total, apart, along, upright)
-        return cos.to(x.dtype), sin.to(x.dtype)
+    def forward(ctx: Any, cos: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        apart = torch.addcmul(x, w, cos[:, None], value=-1)
+        length = torch.linalg.vector_norm(apart, dim=1)
+        alone = _alone(cos, length)
+        inverse = torch.where((length > 0) & ~alone, length.reciprocal(), 0.0)
+        ctx.save_for_backward(cos, x, w, apart, inverse)
+        return torch.where(alone, 1.0, length)
 
     @staticmethod
-    def backward(ctx: Any, by_cos: Tensor, by_sin: Tensor) -> tuple[Tensor, Tensor]:
-        x, w, difference, total, apart, along, upright = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for a second derivative: through the rows
-            difference, total = x - w, x + w
-            apart, along, upright, *_ = _between(difference, total)
-        by_cos, by_sin = by_cos[:, None], torch.where(upright, 0.0, by_sin)
-        steep, flat = (_over(by_sin * a, 2 * b)[:, None].to(x.dtype) for a, b in ((along, apart), (apart, along)))
-        toward, away = flat * total, steep * difference
-        return by_cos * w + toward + away, by_cos * x + toward - away
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        cos, x, w, apart, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative
+            return tuple(gradients_again(_plain_sine, (cos, x, w), ctx.needs_input_grad, upstream))
+        by_x = apart * (upstream * inverse)[:, None]
+        return (by_x * w).sum(1).neg_(), by_x, by_x * -cos[:, None]
 
 
-def _between(difference: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-    """|x - w|, |x + w|, whether one of the rows is 0, and cos and sin, (B,) each, from x - w and x + w of unit rows."""
-    difference, total = (rows.to(distances.wide(rows)) for rows in (difference, total))
-    near, far = (difference * difference).sum(1), (total * total).sum(1)
-    upright = near + far < 3  # 4, but 2 or 0 with a zero row
-    apart, along = _root(near), _root(far)
-    return apart, along, upright, (far - near) / 4, torch.where(upright, 1.0, apart * along / 2)
+def _plain_sine(cos: Tensor, x: Tensor, w: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(x - w * cos[:, None], dim=1)
+    return torch.where(_alone(cos.detach(), length.detach()), 1.0, length)
 
 
-def _root(x: Tensor) -> Tensor:
-    """Its square root, with no slope at 0."""
-    return torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), x * 0.0)
-
-
-def _over(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, 0 where b is 0."""
-    return torch.where(b > 0, a / torch.where(b > 0, b, 1.0), 0.0)
+def _alone(cos: Tensor, length: Tensor) -> Tensor:
+    """Whether one of the rows is 0: else the squares sum to 1."""
+    return torch.addcmul(cos * cos, length, length) < 0.5

@@ -7,6 +7,7 @@ accelerator they would wait for its queue, so there a bad row becomes NaN instea
 import difflib
 import math
 from collections.abc import Iterable
+from contextvars import ContextVar
 from inspect import signature
 from types import TracebackType
 from typing import NoReturn
@@ -48,34 +49,33 @@ __all__ += [
 ]
 __all__ += ["has_references", "rows", "same_device", "same_shape", "strict", "takes_references"]
 
-_strict = False
+_strict = ContextVar("strict", default=False)
 
 
 class strict:
     """Turns on full checks of values, on every device, at the price of one synchronisation per call.
 
-    `nearkin.strict()` for the rest of the program, `nearkin.strict(False)` to end it, `with nearkin.strict():` for a
-    block. Besides label ranges it refuses NaN and Inf in embeddings, which otherwise give a NaN loss.
+    `nearkin.strict()` for the rest of this thread, `nearkin.strict(False)` to end it, `with nearkin.strict():` for a
+    block; other threads and tasks have their own. Besides label ranges it refuses NaN and Inf in embeddings, which
+    otherwise give a NaN loss. It changes no value: only which errors are raised.
     """
 
     def __init__(self, on: bool = True) -> None:
-        global _strict
-        self._before = _strict
-        _strict = on
+        self._before = _strict.get()
+        _strict.set(on)
 
     def __enter__(self) -> "strict":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        global _strict
-        _strict = self._before
+        _strict.set(self._before)
 
 
 def reads_values(tensor: Tensor) -> bool:
-    """Whether a check may read the values of this tensor now."""
+    """Whether a check may read the values of this tensor now; a choice of path asks `distances.freely_read`."""
     if traced():
         return False
-    return tensor.device.type != "meta" and (_strict or tensor.device.type == "cpu")
+    return tensor.device.type == "cpu" or (tensor.device.type != "meta" and _strict.get())
 
 
 def number(name: str, value: object) -> None:
@@ -170,7 +170,7 @@ def rows(name: str, value: object) -> Tensor:
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if value.dim() != 2 or value.shape[1] == 0:
         raise ValueError(f"{name} must have shape (rows, dimensions), got {tuple(value.shape)}")
-    if _strict and reads_values(value):
+    if reads_values(value) and _strict.get():
         finite(name, value)
     return value
 

@@ -51,11 +51,11 @@ class GlobalBatch(nn.Module):
             raise TypeError(f"loss must be a torch module, got {type(loss).__name__}")
         self.loss, self.group, self.averaged = loss, group, averaged
         self._synced = False
-        shard: Any = getattr(loss, "shard", None)
-        if shard:  # its own exchanges go by the same group and the same factor
+        held: Any = getattr(loss, "held", None)
+        if held:  # its own exchanges go by the same group and the same factor
             if group is not None and collectives.size(group) != collectives.size():
                 raise ValueError("group must be all processes for a loss with shard=True, got a part of them")
-            loss.shard = shard._replace(group=group, averaged=averaged)
+            loss.held = held._replace(group=group, averaged=averaged)
 
     @property
     def lr_scale(self) -> float:
@@ -83,7 +83,7 @@ class GlobalBatch(nn.Module):
         (of references as well); it saves the exchange of shapes, but then other ranks do not learn of this one's fault.
         """
         single = collectives.size(self.group) == 1
-        if (single and order is None) or getattr(self.loss, "shard", None):
+        if (single and order is None) or getattr(self.loss, "held", None):
             return self._loss([embeddings, labels, references, reference_labels], items)
         if self._refers_to_itself(embeddings, labels, references, reference_labels):
             references = reference_labels = None

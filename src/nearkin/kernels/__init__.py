@@ -1,29 +1,30 @@
-"""Triton kernels of losses over class weights and of facility location. What they cannot serve, core does.
+"""The library's one Triton kernel, the softmax over very many classes (`many_classes`), and where it serves.
 
-Nothing here imports triton before a kernel is launched.
+Nothing here imports triton before the kernel is launched.
 """
 
 import importlib.util
-import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
 from torch import Tensor
 
-from nearkin.core import checks, devices
 from nearkin.core.autograd import traced
+from nearkin.core.class_blocks import COORDINATE
 
-__all__ = ["IMPLEMENTATIONS", "can_run", "check", "has_float64_units", "installed", "interpreted"]
+__all__ = ["installed", "missing", "run"]
 
-IMPLEMENTATIONS = ("auto", "torch", "triton")
+FROM = 2**23  # anchors · classes from which the kernel takes less time than plain torch
+RUN, STEP = 32_768, 128  # class weights whose derivatives are held at once, a multiple of the latter
 
 
 def _recent() -> bool:
-    """Whether Triton, if it is there, is one that the kernels were written for: 3.4, which torch 2.8 brings."""
+    """Whether Triton, if it is there, is one that the kernel was written for: 3.4, which torch 2.8 brings."""
     try:
         numbers = re.findall(r"\d+", version("triton"))
-    except PackageNotFoundError:  # part of another package: the kernels' own import tells
+    except PackageNotFoundError:  # part of another package: the kernel's own import tells
         return True
     return tuple(int(number) for number in numbers[:2]) >= (3, 4)
 
@@ -36,26 +37,29 @@ def installed() -> bool:
     return there and RECENT
 
 
-def interpreted() -> bool:
-    """Whether Triton runs kernels as NumPy, on tensors of the CPU (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes", "y")
+def missing() -> str | None:
+    """Why the kernel cannot be had on this machine, and the way out; None where it can."""
+    if installed():
+        return None
+    if not RECENT:
+        return f"triton {version('triton')} is installed, 3.4 or newer is needed, which comes with torch 2.8"
+    return "triton is not installed (pip install triton)"
 
 
-def check(impl: object) -> None:
-    """`impl` is known, and can be had on this machine."""
-    checks.one_of("impl", impl, IMPLEMENTATIONS)
-    if impl == "triton" and not installed():
-        because = "triton is not installed (pip install triton)"
-        if not RECENT:
-            because = f"triton {version('triton')} is installed, 3.4 or newer is needed, which comes with torch 2.8"
-        checks.impossible("impl", impl, because, IMPLEMENTATIONS[:2])
-
-
-def has_float64_units(tensor: Tensor) -> bool:
-    """Whether the tensor's device multiplies float64 on its matrix units, as data-centre GPUs do, or is interpreted."""
-    return devices.has_float64_units(tensor) and (tensor.is_cuda or interpreted())
-
-
-def can_run(tensor: Tensor) -> bool:
-    """Whether a kernel can be had for tensors such as this one, now: no compiler or transform looks into one."""
-    return installed() and (tensor.is_cuda or (tensor.device.type == "cpu" and interpreted())) and not traced()
+def run(embeddings: Tensor, weight: Tensor, max_memory: int | None) -> int:
+    """How many class weights a run of the kernel has within `max_memory` bytes; 0 where it does not serve."""
+    (number, dim), classes = embeddings.shape, weight.shape[0]
+    serves = (
+        embeddings.is_cuda
+        and embeddings.dtype == weight.dtype == torch.bfloat16
+        and number * classes >= FROM
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and dim % 8 == 0
+        and not traced()
+        and installed()
+    )
+    if not serves or max_memory is None:
+        return RUN if serves else 0
+    room = 2 * number + 4 * dim  # derivatives, and their product with the anchors
+    return min(RUN, max(0, max_memory - COORDINATE * dim * number) // room // STEP * STEP)

@@ -5,7 +5,7 @@ A score is factor_i · inverse_c · <x_i, w_c>: rows are multiplied as they are 
 bfloat16 weight is never rounded again and no copy of the weights is made. `_scan` is a matrix product whose tiles are
 reduced to a peak and a sum. `_slopes` is the same product, whose tiles become the derivative by the scores, of one run
 of classes after the other; two products by torch make the gradients of it, and `_finish` takes away the part along the
-class weights. Imported where it serves (`core.class_softmax`), since it needs triton.
+class weights. Imported where it serves (`core.class_blocks`), since it needs triton.
 """
 
 from typing import NamedTuple
@@ -16,14 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nearkin.core import class_softmax, distances
+from nearkin.core import class_blocks, distances
 from nearkin.core.autograd import HandGradient, refuse_second_derivative
+from nearkin.kernels import RUN
 
-__all__ = ["STEP", "rivals", "room"]
+__all__ = ["rivals"]
 
 H, W, D = 128, 128, 64  # anchors and class weights of a tile, coordinates of a step
-STEP = W  # runs of classes are multiples of it
-RUN = 32_768  # class weights whose derivatives are held at once; with half as many an H200 waits for the host
 PROGRAMS = 1056  # of `_scan`: four waves on 132 multiprocessors, two on each
 ROWS = 8  # class weights of a program of `_lengths` and `_finish`
 SHORTEST = tl.constexpr(torch.finfo(torch.float32).tiny * 1e6)  # a shorter row has no direction (`distances.unit`)
@@ -173,11 +172,6 @@ class Operands(NamedTuple):
         return -(-len(self.rows) // self.height)
 
 
-def room(anchors: int, dim: int) -> int:
-    """Bytes per class of a run: derivatives, and their product with the anchors."""
-    return 2 * anchors + 4 * dim
-
-
 def rivals(
     embeddings: Tensor,
     scaled: Tensor,
@@ -187,10 +181,10 @@ def rivals(
     lost: float,
     run: int = RUN,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Peak, rest, own rows and taint of `core.class_softmax.Rivals`.
+    """Peak, rest, own rows and taint of `core.class_blocks.Pass`.
 
     embeddings (B, D) bfloat16, and `scaled`, the same rows as they are multiplied by class weights. run: class weights
-    of which derivatives are held at once, a multiple of STEP. Products are of bfloat16, sums float32; the derivative by
+    of which derivatives are held at once, a multiple of W. Products are of bfloat16, sums float32; the derivative by
     a score is rounded to bfloat16 once, before it is multiplied with anchors and weights.
     """
     rows, factor = _operands(embeddings, scaled)
@@ -218,15 +212,15 @@ class _Pass(HandGradient):
         taint = (inverse * 0).sum()
         operands = Operands(rows, factor, weight, inverse if normalize else torch.ones_like(inverse), ids, lost)
         level, total = scan(operands)
-        rest, share = class_softmax.finished(total, scaled)
+        rest, share = class_blocks.finished(total, scaled)
         ctx.save_for_backward(*operands[:5], level, share)
-        ctx.settings, ctx.kind = (lost, normalize, run), class_softmax.gradient_kind(weight)
+        ctx.settings, ctx.kind = (lost, normalize, run), class_blocks.gradient_kind(weight)
         ctx.mark_non_differentiable(level, taint)
         return level, rest, weight[ids.clamp(max=len(weight) - 1)].float(), taint
 
     @staticmethod
     def backward(ctx, _, by_rest, by_own, __):
-        refuse_second_derivative("a softmax in blocks of classes", "max_memory large enough for all of it has one")
+        refuse_second_derivative(class_blocks.ONCE)
         *tensors, level, share = ctx.saved_tensors
         lost, normalize, run = ctx.settings
         operands = Operands(*tensors, lost)

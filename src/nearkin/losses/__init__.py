@@ -22,14 +22,12 @@ from nearkin.losses.cluster import (
     facility_location,
     facility_location_loss,
 )
-from nearkin.losses.describe import describe as _describe
 from nearkin.losses.hierarchy import (
     HierarchyLoss,
 )
 from nearkin.losses.matryoshka import (
     MatryoshkaLoss,
 )
-from nearkin.losses.module import LossModule as _LossModule
 from nearkin.losses.pairs import (
     CircleLoss,
     ContrastiveLoss,
@@ -179,11 +177,6 @@ __all__ = [
     "triplet_loss",
     "vicreg_loss",
 ]
-
-for _name in __all__:
-    if isinstance(globals()[_name], type) and issubclass(globals()[_name], _LossModule):
-        _describe(globals()[_name])
-
 
 def __dir__() -> list[str]:
     return __all__

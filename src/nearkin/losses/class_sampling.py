@@ -1,9 +1,10 @@
 """Sampled classes (Partial FC): a training step compares with the classes of the batch and others at random."""
 
 import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nearkin.core import checks
 from nearkin.dist import collectives
@@ -14,30 +15,31 @@ __all__ = ["check_rate", "sample"]
 WORD = 2**48  # the random numbers by which classes are sampled are below it
 
 
-def check_rate(rate: float) -> None:
-    checks.number("sample_rate", rate)
+def check_rate(name: str, rate: float) -> None:
+    checks.number(name, rate)
     if not 0 < rate <= 1:
-        raise ValueError(f"sample_rate must be > 0 and <= 1, got {rate}")
+        raise ValueError(f"{name} must be > 0 and <= 1, got {rate}")
 
 
 def sample(
-    module: nn.Module, embeddings: Tensor, labels: Tensor, shard: Shard | None = None, sub_centers: int = 1
-) -> tuple[Tensor, Tensor, Shard | None]:
-    """Labels, class weights and shard of a training step: all, or every class of the batch and others at random.
+    loss: Any, embeddings: Tensor, labels: Any, shard: Shard | None = None
+) -> tuple[Any, Tensor | None, Shard | None]:
+    """Labels, rows of the class weights and shard of a training step: every class of the batch and others at random.
+
+    Rows is None where all classes are compared with.
 
     ⌈rate · C⌉ classes, or as many as the batch has rows if that is more, so that the number does not depend on the
     labels. One number of torch's generator of the device decides which: processes that share the classes take that of
     the first process, and choose as one process would.
     """
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    rate: float = module.sample_rate  # type: ignore[assignment]
-    classes = weight.shape[0] // sub_centers if shard is None else shard.total
-    if not module.training or rate == 1:
-        return labels, weight, shard
+    weight, rate, centers = loss.weight, loss.sample_rate, loss.per_class
+    classes = weight.shape[0] // centers if shard is None else shard.total
+    if not loss.training or rate == 1:
+        return labels, None, shard
     ids, known, _ = checks.classes(embeddings, labels, classes, weight.shape[1])
     number = min(classes, max(math.ceil(rate * classes), len(ids)))
     if number == classes:
-        return labels, weight, shard
+        return labels, None, shard
     in_range = known & (labels.long() == ids)  # an id out of range, where values are not read, must stay out of it
     own = shard or Shard(0, classes, classes)
     seed = torch.randint(WORD, (), device=weight.device)
@@ -55,9 +57,9 @@ def sample(
     if shard is not None:  # a class of another process is before the own ones, or after them
         positions = torch.where(ids < own.first, 0, (positions + shard.first).clamp(max=number - 1))
     rows = chosen
-    if sub_centers > 1:
-        rows = (chosen[:, None] * sub_centers + torch.arange(sub_centers, device=chosen.device)).flatten()
-    return torch.where(in_range, positions, labels.long()), weight.index_select(0, rows), shard
+    if centers > 1:
+        rows = (chosen[:, None] * centers + torch.arange(centers, device=chosen.device)).flatten()
+    return torch.where(in_range, positions, labels.long()), rows, shard
 
 
 def _random_keys(seed: Tensor, own: Shard) -> Tensor:

@@ -12,19 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nearkin.core import checks, class_softmax, distances, reduce
+from nearkin.core import checks, class_blocks, distances, reduce
 from nearkin.core.autograd import HandGradient, refuse_second_derivative
-from nearkin.core.class_softmax import Rivals
+from nearkin.core.class_scores import Rivals
 from nearkin.dist import collectives
 
 __all__ = [
     "Shard",
     "clamped",
-    "cross_entropy",
     "gather_batch",
     "init_weight",
-    "join_logsumexp",
-    "join_rivals",
+    "join",
     "layout",
     "local_ids",
     "make_shard",
@@ -105,8 +103,7 @@ def register(module: nn.Module, **per_class: int) -> None:
     A parameter has `sharded` = True, `rows` = (first, last) and `total`, counted in rows; `layout` knows buffers too.
     A state dict may contain the shard's rows, or all rows, of which the shard's are taken.
     """
-    shard: Shard | None = module.shard  # type: ignore[assignment]
-    if shard is None:
+    if module.held is None:
         return
     module.shares = per_class  # type: ignore[assignment]
     mark(module)
@@ -131,7 +128,7 @@ def layout(module: nn.Module) -> dict[str, tuple[int, int, int]]:
 
 
 def _own_rows(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    shard, shares = getattr(module, "shard", None), getattr(module, "shares", {})
+    shard, shares = getattr(module, "held", None), getattr(module, "shares", {})
     if not isinstance(shard, Shard):
         return {}
     return {name: (shard.first * each, shard.last * each, shard.total * each) for name, each in shares.items()}
@@ -202,44 +199,22 @@ def clamped(shard: Shard | None, ids: Tensor) -> Tensor:
     return ids if shard is None else ids.clamp(max=max(0, shard.number - 1))
 
 
-def no_rivals(embeddings: Tensor, weight: Tensor) -> Rivals:
-    """The result of a pass over no classes; on the graph, so that all processes go backward together."""
-    anchors = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-    kind = class_softmax.kind_of(embeddings, weight)
-    zero = (anchors.sum(1) * 0).to(kind) + weight.sum().to(kind) * 0
-    own = zero[:, None].expand(anchors.shape)
-    return Rivals(torch.zeros_like(zero), zero + reduce.log_zero(zero), anchors, own, zero.new_zeros(()).detach())
+def no_rivals(x: Tensor, weight: Tensor) -> Rivals:
+    """The scores of no classes for anchors (B, D); on the graph, so that all processes go backward together."""
+    zero = (x.sum(1) * 0).to(torch.promote_types(x.dtype, weight.dtype)) + weight.sum().to(x.dtype) * 0
+    return Rivals(torch.zeros_like(zero), zero + reduce.log_zero(zero), zero)
 
 
-def join_rivals(shard: Shard | None, ids: Tensor, rivals: Rivals, term: Tensor) -> tuple[Rivals, Tensor]:
-    """The rivals of all processes, and a term (B,) of the own class from the process that holds it."""
+def join(
+    shard: Shard | None, ids: Tensor, peak: Tensor, rest: Tensor, term: Tensor, taint: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+    """The rivals of all processes, a term (B,) of the own class from the process that holds it, and every taint."""
     if shard is None:
-        return rivals, term
-    peak, rest, term, taint = _join(shard, ids, rivals.peak, rivals.rest, term, rivals.taint)
-    return rivals._replace(peak=peak, rest=rest, taint=taint), term
-
-
-def join_logsumexp(shard: Shard | None, ids: Tensor, push: Tensor, term: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where the rivals' log-sum-exp is one tensor (B,), `reduce.log_zero` where there are none."""
-    if shard is None:
-        return push, term
-    peak, rest, term = _join(shard, ids, push.detach(), push - push.detach(), term)
-    return peak + rest, term
-
-
-def cross_entropy(shard: Shard | None, logits: Tensor, ids: Tensor) -> Tensor:
-    """-log softmax of the own class, (B,), from logits (B, C) of all classes, or of the shard's."""
-    if shard is None:
-        return torch.nn.functional.cross_entropy(logits, ids, reduction="none")
-    others = ids[:, None] != torch.arange(logits.shape[1], device=ids.device)
-    target = logits.gather(1, clamped(shard, ids)[:, None]).squeeze(1)
-    push, target = join_logsumexp(shard, ids, reduce.logsumexp(logits, others), target)
-    return reduce.softplus(push - target)
-
-
-def _join(shard: Shard, ids: Tensor, peak: Tensor, rest: Tensor, term: Tensor, *summed: Tensor) -> tuple[Tensor, ...]:
+        return peak, rest, term, taint
     term = torch.where(ids < shard.number, term, 0.0).to(rest.dtype)
-    joined: tuple[Tensor, ...] = _Join.call(shard.group, peak, rest, term, *summed)
+    joined: tuple[Tensor, Tensor, Tensor, Tensor] = _Join.call(
+        shard.group, peak, rest, term, torch.as_tensor(taint, dtype=torch.float32, device=rest.device)
+    )
     return joined
 
 
@@ -255,7 +230,7 @@ class _Join(HandGradient):
         share = torch.where(none, 0.0, (peak - top).to(distances.wide(rest)) + rest).exp()
         share = torch.where(none, 0.0, share)
         total, *sums = _sums(group, share, *terms)
-        rest, _ = class_softmax.finished(total, rest)
+        rest, _ = class_blocks.finished(total, rest)
         ctx.save_for_backward((share / torch.where(total == 0, 1.0, total)).to(rest.dtype))
         ctx.mark_non_differentiable(top)
         return top, rest, *sums

@@ -7,10 +7,8 @@ The formula runs whole, in blocks of rows under `max_memory` (`core/blockwise.py
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
 import inspect
-import warnings
 from collections.abc import Callable
-from functools import cache, wraps
-from types import FunctionType, MethodType
+from functools import wraps
 from typing import Any, Generic, ParamSpec, Protocol
 
 import torch
@@ -101,6 +99,7 @@ class Call:
         references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, loss.graded)
         self.batch = blockwise.Batch(embeddings, labels, references, reference_labels)
         self.loss, self.reduction = loss, loss.reduction
+        self.addend: Tensor | float = 0.0  # NaN where what was promised of the batch does not hold
 
     @property
     def max_memory(self) -> int | None:
@@ -162,7 +161,7 @@ class Call:
 
     def taint(self) -> Tensor | float:
         """NaN where the batch or what the loss has learned holds NaN or Inf, else 0."""
-        return reduce.taint(self.batch.embeddings, self.batch.references, *self.loss.parameters())
+        return reduce.taint(self.batch.embeddings, self.batch.references, *self.loss.parameters()) + self.addend
 
     def taint_of(self, *tensors: Tensor) -> Tensor | float:
         """The same of other tensors."""
@@ -201,34 +200,6 @@ class PairLoss(Loss):
         text="bytes that the loss may use beside its arguments and gradients; None: blocks of about 1 GiB",
     )
 
-    def compile(self, *how: Any, **options: Any) -> None:
-        """Compiles the loss with torch.compile, whose arguments it takes, from the next call on.
-
-        Numbers that change from call to call, as a scheduled temperature, and other sizes of batches compile it anew
-        once, not each time; losses of one class share what was compiled where only their numbers differ. Where no
-        compiler is, or it fails, the loss goes on uncompiled, with a warning that names the reason. A loss that has
-        hooks runs uncompiled, with them.
-        """
-        kind: Any = type(self)
-        apart = tuple((name, str(value)) for name, value in self.settings.items() if not isinstance(value, float))
-        forward = _own_code(kind, apart)
-        compiled = torch.compile(MethodType(forward, self), *how, **options)
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
-                return self._call_impl(*arguments, **named)  # type: ignore[no-untyped-call]
-            try:
-                result: Tensor = compiled(*arguments, **named)
-                return result
-            except torch._dynamo.exc.TorchDynamoException as error:
-                reason = " ".join(str(error).split())[:200]
-                warnings.warn(f"{type(self).__name__} is not compiled: {reason}", RuntimeWarning, stacklevel=2)
-                self._compiled_call_impl = None
-                uncompiled: Tensor = self(*arguments, **named)
-                return uncompiled
-
-        self._compiled_call_impl = call
-
     def rows(self, rows: Rows) -> Costs:
         """The cost of each anchor of the rows, and which anchors count."""
         raise NotImplementedError
@@ -245,16 +216,6 @@ class PairLoss(Loss):
         reference_labels: Labels | None = None,
     ) -> Tensor:
         return self.value(Call(self, embeddings, labels, references, reference_labels))
-
-
-@cache
-def _own_code(loss: Any, settings: tuple[tuple[str, str], ...]) -> Callable[..., Tensor]:
-    """The class's `forward` with a code object of its own: the compiler's limit of recompilations counts for each."""
-    plain: Any = loss.forward
-    code, names = plain.__code__.replace(), plain.__globals__
-    own = FunctionType(code, names, plain.__name__, plain.__defaults__, plain.__closure__)
-    own.__kwdefaults__ = plain.__kwdefaults__
-    return own
 
 
 class LossFunction(Protocol, Generic[P]):

@@ -44,6 +44,10 @@ class HierarchyLoss(nn.Module):
                     f"got the same one for level {modules.index(loss)} and level {number}"
                 )
         self.losses = nn.ModuleList(modules)
+        # `stored` is what a memory calls its references.
+        self._with_references = [
+            "stored" in signature(loss.forward).parameters or checks.has_references(loss) for loss in modules
+        ]
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -87,10 +91,11 @@ class HierarchyLoss(nn.Module):
             others = self._columns("reference_labels", reference_labels, references, "references")
         options = {} if items is None else {"items": items}
         terms = []
-        for loss, weight, ids, other_ids in zip(self.losses, self._weights, columns, others, strict=True):
+        every = zip(self.losses, self._weights, columns, others, self._with_references, strict=True)
+        for loss, weight, ids, other_ids, takes in every:
             arguments = [embeddings, ids]
             if references is not None:
-                if "stored" not in signature(loss.forward).parameters:  # the references of a memory
+                if not takes:
                     checks.takes_references(loss)
                 arguments += [references] if other_ids is None else [references, other_ids]
             terms.append(weight * loss(*arguments, **options))

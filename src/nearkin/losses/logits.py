@@ -15,7 +15,7 @@ def checked(module: nn.Module, embeddings: Tensor, weight: Tensor) -> Tensor:
     """
     checks.dimensions("embeddings", checks.rows("embeddings", embeddings), weight.shape[1], "the class weights have")
     checks.same_device("embeddings", embeddings, weight, "the class weights")
-    shard = getattr(module, "shard", None)
+    shard = getattr(module, "held", None)
     if shard is not None and shard.processes > 1:
         raise ValueError(
             f"get_logits needs all classes in one process, got {shard.number} of {shard.total} (shard=True): "

@@ -12,7 +12,6 @@ from nearkin.core.relations import Labels
 from nearkin.dist.global_batch import GlobalBatch
 from nearkin.losses import class_shards
 from nearkin.losses.class_shards import Shard
-from nearkin.losses.module import LossModule
 from nearkin.losses.settings import Loss
 
 __all__ = ["MatryoshkaLoss", "check_lengths"]
@@ -56,7 +55,7 @@ class MatryoshkaLoss(nn.Module):
         for dim in self._dims[1:]:
             for name, buffer in loss.named_buffers():
                 self.register_buffer(_own_name(name, dim), self._shortened(name, buffer, dim).clone())
-        shares = getattr(loss, "shares", {}) if self.shard is not None else {}
+        shares = getattr(loss, "shares", {}) if self.held is not None else {}
         per_length = {name: rows for name, rows in shares.items() if name in self._buffer_names}
         if per_length:
             class_shards.register(self, **{_own_name(n, m): r for n, r in per_length.items() for m in self._dims[1:]})
@@ -94,14 +93,14 @@ class MatryoshkaLoss(nn.Module):
         return takes
 
     @property
-    def shard(self) -> Shard | None:
+    def held(self) -> Shard | None:
         """That of the loss, of which each process then has its part of the classes."""
-        shard: Shard | None = getattr(self.loss, "shard", None)
-        return shard
+        held: Shard | None = getattr(self.loss, "held", None)
+        return held
 
-    @shard.setter
-    def shard(self, shard: Shard | None) -> None:
-        self.loss.shard = shard  # type: ignore[assignment]
+    @held.setter
+    def held(self, held: Shard | None) -> None:
+        self.loss.held = held  # type: ignore[assignment]
 
     def extra_repr(self) -> str:
         weights = "" if set(self.weights) == {1.0} else f", weights={list(self.weights)}"
@@ -191,7 +190,7 @@ def _check_loss(loss: object, dim: int) -> None:
                 f"loss must be a loss of embeddings of any length, got {type(part).__name__}, which goes around"
             )
         own = getattr(part, "dim", None)
-        if isinstance(part, (LossModule, Loss)) and own is not None and own != dim:
+        if isinstance(part, Loss) and own is not None and own != dim:
             raise ValueError(f"dims must begin with the loss's own dim: {type(part).__name__} has {own}, got {dim}")
 
 
@@ -200,7 +199,7 @@ def _along_dim(loss: nn.Module) -> Iterator[str]:
     for path, part in loss.named_modules():
         tensors = dict([*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)])
         names = getattr(part, "along_dim", None)
-        if names is None and isinstance(part, (LossModule, Loss)):
+        if names is None and isinstance(part, Loss):
             names = [name for name, tensor in tensors.items() if tensor.dim() == 2]
         if names is None and tensors:
             raise TypeError(

@@ -151,8 +151,8 @@ class MarginLoss(SelectingLoss):
         default="active", choices=reduce.REDUCTIONS, text='"active": over the terms above 0; "mean", "sum" or "none"'
     )
 
-    def start(self) -> None:
-        super().start()
+    def make(self) -> None:
+        super().make()
         beta, classes = self.__dict__.pop("beta"), self.num_classes
         if isinstance(beta, Tensor):  # of the function form: as it is
             self.__dict__["beta"] = beta
@@ -226,7 +226,7 @@ class MultiSimilarityLoss(SelectingLoss):
     selection: mining.Selection = SelectingLoss.states(
         "multi_similarity", text='"multi_similarity", the paper\'s mining; "all"; another pair selection or function'
     )
-    sampling_dim = generator = None
+    sampling_dim = generator = max_positives = None
 
     def check_together(self) -> None:
         super().check_together()
@@ -315,7 +315,7 @@ class SigmoidLoss(PairLoss):
         text="where the bias b starts; -10: the paper's",
     )
 
-    def start(self) -> None:
+    def make(self) -> None:
         for name in ("log_scale", "bias"):
             if not isinstance(self.__dict__[name], Tensor):  # else of the function form: as it is
                 setattr(self, name, nn.Parameter(torch.tensor(float(self.__dict__.pop(name)))))
@@ -356,6 +356,7 @@ def margin_loss(
     reduction: str = "active",
     sampling_dim: SamplingDim = None,
     generator: torch.Generator | None = None,
+    max_positives: int | None = None,
     max_memory: int | None = None,
     **unknown: Any,
 ) -> Tensor:
@@ -374,6 +375,7 @@ def margin_loss(
         reduction=reduction,
         sampling_dim=sampling_dim,
         generator=generator,
+        max_positives=max_positives,
         max_memory=max_memory,
         **unknown,
     )

@@ -3,20 +3,20 @@
 Embeddings keep their length: the encoder must not scale them to unit length.
 """
 
+from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
+
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from nearkin.core import angles, checks, class_dense, distances, reduce
+from nearkin.core import checks, distances, reduce
 from nearkin.core.autograd import differentiable_once, refuse_transforms
 from nearkin.core.labels import UNKNOWN
-from nearkin.losses import class_sampling, class_shards, logits
-from nearkin.losses.call import ClassCall, Form, again_plainly, many_in_bfloat16
-from nearkin.losses.class_shards import Shard
-from nearkin.losses.module import LossModule
-from nearkin.losses.softmax import class_weight
+from nearkin.losses import class_shards
+from nearkin.losses.angular import SCALES, turned
+from nearkin.losses.classes import ClassCall, ClassLoss, Own, function_of
+from nearkin.losses.settings import Range, setting
 
 __all__ = ["AdaFaceLoss", "MagFaceLoss", "adaface_loss", "adaface_statistics", "magface_loss"]
 
@@ -24,63 +24,73 @@ EPSILON = 1e-3  # of AdaFace: how near to 0 and π an angle may come, and what i
 SHORTEST, LONGEST = 1e-3, 100.0  # to which AdaFace clips lengths
 
 
-def adaface_loss(
-    embeddings: Tensor,
-    labels: Tensor,
-    weight: Tensor,
-    *,
-    mean: float | Tensor = 20.0,
-    std: float | Tensor = 100.0,
-    margin: float = 0.4,
-    concentration: float = 0.333,
-    scale: float = 64.0,
-    reduction: str = "mean",
-    impl: str = "auto",
-    max_memory: int | None = None,
-    shard: Shard | None = None,
-) -> Tensor:
+class AdaFaceLoss(ClassLoss):
     r"""The margin follows the length: long embeddings (good items) learn most where hard, short ones where easy.
 
     z = clip(h (|x| - mean) / (std + ε), -1, 1),   |x| clipped to [0.001, 100], without gradient
     l_i = -log softmax_y of s cos θ_c, but of the own class   s (cos(clip(θ_y - m z, ε, π - ε)) - m z - m)
 
     z -1 is ArcFace, 0 CosFace, 1 a negative angular margin beside a cosine margin of 2 m. mean and std: those of the
-    lengths so far (`adaface_statistics`), numbers or scalars. h = `concentration`, ε = 0.001. Where an angle is clipped
-    the own class has no slope. Cosines are not clipped, which in the released code takes the gradient of items nearer
-    than 2.6° to a class. Other arguments as `normalized_softmax_loss`. Kim et al. 2022, arXiv:2204.00964, section 3.3;
-    m 0.4, h 0.333, s 64 from there, mean 20 and std 100 at the start from its released code.
+    lengths so far, two buffers: each training step moves them first (`adaface_statistics`) and then uses them; in
+    evaluation they stay. On several processes they are those of the global batch. The function form takes them as
+    numbers or scalars. h = `concentration`, ε = 0.001. Where an angle is clipped the own class has no slope. Cosines
+    are not clipped, which in the released code takes the gradient of items nearer than 2.6° to a class. Class weights
+    (C, D), all else as in `NormalizedSoftmaxLoss`. Kim et al. 2022, arXiv:2204.00964, section 3.3; m 0.4, h 0.333, s 64
+    from there, mean 20 and std 100 at the start from its released code.
     """
-    checks.positive("scale", scale)
-    checks.angle("margin", margin)
-    checks.at_least("concentration", concentration, 0)
-    call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
-    again = partial(again_plainly, adaface_loss, labels, mean=mean, std=std, margin=margin, scale=scale)
-    again = partial(again, concentration=concentration, reduction=reduction)
-    form = Form(scale, margin, "adaptive", bounds=(concentration,), statistics=(mean, std))
-    if (value := call.kernel(form, again)) is not None:
-        return value
-    call.check_labels()
-    with torch.no_grad():
-        length = _length(embeddings).clamp(SHORTEST, LONGEST)
-        quality = (concentration * (length - mean) / (std + EPSILON)).clamp(-1, 1)  # z, (B,)
-    if (rivals := call.rivals(scale=scale)) is not None:
-        x, own = distances.unit(rivals.anchors), distances.unit(rivals.own)
-        return call.streamed(rivals, scale * _adaptive_target(x, own, quality, margin))
-    x, w = distances.unit(embeddings), distances.unit(weight)
-    target = scale * _adaptive_target(x, w[call.ids], quality, margin)
-    return call.dense(class_dense.cross_entropy(x, w, call.ids, target, scale=scale))
 
+    reads_length = True
 
-def _adaptive_target(x: Tensor, own: Tensor, quality: Tensor, margin: float) -> Tensor:
-    """cos(clip(θ - m z, ε, π - ε)) - m z - m of unit rows and z (B,)."""
-    cos, sin = angles.cos_sin(x, own)
-    turn = -margin * quality
-    below = (turn < EPSILON) & (cos >= (EPSILON - turn).cos())  # θ + turn <= ε
-    beyond = (turn > -EPSILON) & (cos <= -(EPSILON + turn).cos())
-    bent = torch.where(below | beyond, 0.0, cos * turn.cos() - sin * turn.sin())
-    clipped = torch.where(below, math.cos(EPSILON), torch.where(beyond, -math.cos(EPSILON), 0.0))
-    target = bent + clipped - (margin + margin * quality)
-    return differentiable_once(target, "AdaFaceLoss, whose margins are constants in its gradient,")
+    mean: Tensor | float = setting(default=20.0, tensor=True, only="function", text="of the lengths, or a scalar")
+    std: Tensor | float = setting(default=100.0, tensor=True, only="function", text="of the lengths, or a scalar")
+    margin: float = setting(
+        default=0.4,
+        rule=checks.angle,
+        kw_only=False,
+        search=Range(0.05, 0.6),
+        text="m, an angle in radians and a cosine; 0.4: the paper's",
+    )
+    scale: float = setting(
+        default=64.0, above=0, kw_only=False, search=SCALES, text="s, what cosines are multiplied by; 64: the paper's"
+    )
+    concentration: float = setting(
+        default=0.333,
+        at_least=0,
+        search=Range(0.1, 1.0, log=True),
+        text="h, how much of the lengths' spread the margins cover; 0.333: the paper's, 0: CosFace",
+    )
+    momentum: float = setting(
+        default=0.01,
+        only="class",
+        rule=lambda name, value: _check_momentum(value),
+        text="weight of a batch in the running mean and deviation of the lengths; 0.01: the paper's",
+    )
+
+    def make(self) -> None:
+        super().make()
+        self.register_buffer("mean", torch.tensor(20.0))
+        self.register_buffer("std", torch.tensor(100.0))
+
+    def prepare(self, call: ClassCall) -> None:
+        if self.training:
+            refuse_transforms("AdaFaceLoss")
+            moved = adaface_statistics(call.embeddings, call.labels, self.mean, self.std, momentum=self.momentum)
+            self.mean, self.std = moved
+        call.given |= {"mean": self.mean, "std": self.std}
+
+    def own(self, own: Own) -> Tensor:
+        """cos(clip(θ - m z, ε, π - ε)) - m z - m."""
+        cos, sin, given, m = own.cos, own.sin, own.call.given, self.margin
+        with torch.no_grad():
+            length = own.length.clamp(SHORTEST, LONGEST)
+            quality = (self.concentration * (length - given["mean"]) / (given["std"] + EPSILON)).clamp(-1, 1)
+            turn = -m * quality
+            below = (turn < EPSILON) & (cos >= (EPSILON - turn).cos())  # θ + turn <= ε
+            beyond = (turn > -EPSILON) & (cos <= -(EPSILON + turn).cos())
+        bent = torch.where(below | beyond, 0.0, cos * turn.cos() - sin * turn.sin())
+        clipped = torch.where(below, math.cos(EPSILON), torch.where(beyond, -math.cos(EPSILON), 0.0))
+        target = bent + clipped - (m + m * quality)
+        return differentiable_once(target, "AdaFaceLoss, whose margins are constants in its gradient,")
 
 
 @torch.no_grad()
@@ -96,7 +106,7 @@ def adaface_statistics(
     checks.class_ids("labels", labels, embeddings)
     _check_momentum(momentum)
     counts = (labels != UNKNOWN) & embeddings.isfinite().all(1)
-    length = torch.where(counts, _length(embeddings).clamp(SHORTEST, LONGEST), 0.0)
+    length = torch.where(counts, distances.length(embeddings, distances.wide(embeddings)).clamp(SHORTEST, LONGEST), 0.0)
     number = counts.sum().to(length.dtype)
     batch_mean = length.sum() / number.clamp(min=1)
     apart = torch.where(counts, length - batch_mean, 0.0)
@@ -112,22 +122,7 @@ def _check_momentum(momentum: float) -> None:
         raise ValueError(f"momentum must be in [0, 1], got {momentum}")
 
 
-def magface_loss(
-    embeddings: Tensor,
-    labels: Tensor,
-    weight: Tensor,
-    *,
-    lower_margin: float = 0.45,
-    upper_margin: float = 0.8,
-    scale: float = 64.0,
-    lower_length: float = 10.0,
-    upper_length: float = 110.0,
-    penalty: float = 35.0,
-    reduction: str = "mean",
-    impl: str = "auto",
-    max_memory: int | None = None,
-    shard: Shard | None = None,
-) -> Tensor:
+class MagFaceLoss(ClassLoss):
     r"""The longer an embedding, the larger its margin of angle; a penalty draws those that can afford it to be long.
 
     l_i = ArcFace's of margin m(a_i) + λ g(a_i),   a = |x|, g(a) = a / u_a² + 1 / a,
@@ -135,171 +130,68 @@ def magface_loss(
 
     The gradient flows into the length by m and by g. Beyond u_a, where its slope is 0, g is level; below l_a it goes on
     along its tangent, so that short embeddings grow: the paper keeps a within [l_a, u_a], and its released code gives
-    a shorter one no gradient by its length. Other arguments as `normalized_softmax_loss`; beyond θ = π - m as
-    `arcface_loss`. Meng et al. 2021, arXiv:2103.06627, section 3; l_m 0.45, u_m 0.8, l_a 10, u_a 110, λ = `penalty` 35
-    and s 64 from its experiments.
-    """
-    checks.positive("scale", scale)
-    checks.angle("lower_margin", lower_margin)
-    checks.angle("upper_margin", upper_margin)
-    checks.at_least("upper_margin", upper_margin, lower_margin)
-    checks.positive("lower_length", lower_length)
-    checks.number("upper_length", upper_length)
-    if not upper_length > lower_length:
-        raise ValueError(f"upper_length must be > lower_length = {lower_length:g}, got {upper_length:g}")
-    checks.at_least("penalty", penalty, 0)
-    if penalty and reduction == "active":
-        reduction = "mean"  # every term is above 0
-    bounds = (lower_margin, upper_margin, lower_length, upper_length)
-    x = embeddings
-    if penalty and isinstance(x, Tensor) and x.is_floating_point() and not many_in_bfloat16(x, weight):
-        x = x.to(torch.promote_types(x.dtype, torch.float32))  # both parts of the gradient are rounded together
-    value = _magnitude_entropy(x, labels, weight, bounds, scale, reduction, impl, max_memory, shard)
-    if not penalty:
-        return value
-    length = _length(x if shard is None else class_shards.replicated(shard, x))
-    within = length.clamp(lower_length, upper_length)
-    slope = 1 / upper_length**2 - 1 / lower_length**2
-    cost = within / upper_length**2 + 1 / within + slope * (length - lower_length).clamp(max=0)
-    return value + penalty * reduce.terms(cost.to(value.dtype), labels != UNKNOWN, reduction)
-
-
-def _magnitude_entropy(
-    embeddings: Tensor,
-    labels: Tensor,
-    weight: Tensor,
-    bounds: tuple[float, float, float, float],
-    scale: float,
-    reduction: str,
-    impl: str,
-    max_memory: int | None,
-    shard: Shard | None,
-) -> Tensor:
-    """`magface_loss` without its penalty."""
-    lower, upper, short, long = bounds
-    call = ClassCall(embeddings, labels, weight, reduction, impl, max_memory, shard)
-    again = partial(again_plainly, magface_loss, labels, lower_margin=lower, upper_margin=upper, scale=scale)
-    again = partial(again, lower_length=short, upper_length=long, penalty=0.0, reduction=reduction)
-    if (value := call.kernel(Form(scale, lower, "magnitude", bounds=bounds[1:]), again)) is not None:
-        return value
-    call.check_labels()
-    rate = (upper - lower) / (long - short)
-    if (rivals := call.rivals(scale=scale)) is not None:
-        x, own = distances.unit(rivals.anchors), distances.unit(rivals.own)
-        margin = lower + rate * (_length(rivals.anchors).clamp(short, long) - short)
-        return call.streamed(rivals, scale * _magnitude_target(x, own, margin))
-    x, w = distances.unit(embeddings), distances.unit(weight)
-    margin = lower + rate * (_length(embeddings).clamp(short, long) - short)  # (B,)
-    target = scale * _magnitude_target(x, w[call.ids], margin)
-    return call.dense(class_dense.cross_entropy(x, w, call.ids, target, scale=scale))
-
-
-def _magnitude_target(x: Tensor, own: Tensor, margin: Tensor) -> Tensor:
-    """cos(θ + m) of unit rows and margins (B,), and beyond π - m cos θ - m sin m."""
-    cos, sin = angles.cos_sin(x, own)
-    along, across = margin.cos(), margin.sin()
-    return torch.where(cos > -along, cos * along - sin * across, cos - margin * across)
-
-
-def _length(x: Tensor) -> Tensor:
-    return distances.length(x, distances.wide(x))
-
-
-class AdaFaceLoss(LossModule, function=adaface_loss, learned=("mean", "std")):
-    """`adaface_loss` with its class weights (C, D), and the running mean and deviation of the lengths, two buffers.
-
-    Each training step moves these first, by `momentum`, and then uses them; in evaluation they stay. On several
-    processes they are those of the global batch. sample_rate and shard as in `NormalizedSoftmaxLoss`.
+    a shorter one no gradient by its length. Beyond θ = π - m as in `ArcFaceLoss`. Class weights (C, D), all else as in
+    `NormalizedSoftmaxLoss`. Meng et al. 2021, arXiv:2103.06627, section 3; l_m 0.45, u_m 0.8, l_a 10, u_a 110,
+    λ = `length_weight` 35 and s 64 from its experiments.
     """
 
     reads_length = True
-    mean: Tensor
-    std: Tensor
 
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        margin: float = 0.4,
-        scale: float = 64.0,
-        *,
-        concentration: float = 0.333,
-        momentum: float = 0.01,
-        reduction: str = "mean",
-        sample_rate: float = 1.0,
-        impl: str = "auto",
-        max_memory: int | None = None,
-        shard: bool = False,
-    ) -> None:
-        super().__init__()
-        self.shard = class_shards.make_shard(shard, num_classes)
-        self.weight = class_weight(num_classes, dim, self.shard)
-        class_shards.register(self, weight=1)
-        self.register_buffer("mean", torch.tensor(20.0))
-        self.register_buffer("std", torch.tensor(100.0))
-        self.num_classes, self.dim, self.margin, self.scale = num_classes, dim, margin, scale
-        self.concentration, self.momentum, self.reduction = concentration, momentum, reduction
-        self.sample_rate, self.impl, self.max_memory = sample_rate, impl, max_memory
-        self.finish_init()
+    lower_margin: float = setting(
+        default=0.45,
+        rule=checks.angle,
+        kw_only=False,
+        search=Range(0.05, 0.5),
+        text="l_m in radians, the margin at `lower_length` and below; 0.45: the paper's",
+    )
+    upper_margin: float = setting(
+        default=0.8,
+        rule=checks.angle,
+        kw_only=False,
+        search=Range(0.5, 1.0),
+        text="u_m in radians, the margin at `upper_length` and beyond; 0.8: the paper's",
+    )
+    scale: float = setting(
+        default=64.0, above=0, kw_only=False, search=SCALES, text="s, what cosines are multiplied by; 64: the paper's"
+    )
+    lower_length: float = setting(
+        default=10.0, above=0, text="l_a, the length below which embeddings are drawn out; 10: the paper's"
+    )
+    upper_length: float = setting(
+        default=110.0, text="u_a, the length from which the penalty is level; 110: the paper's"
+    )
+    length_weight: float = setting(
+        default=35.0,
+        at_least=0,
+        was="penalty",
+        search=Range(3.0, 100.0, log=True),
+        text="λ, the weight of g(a) = a / u_a² + 1 / a; 35: the paper's",
+    )
 
-    def check_settings(self) -> None:
-        _check_momentum(self.momentum)
-        super().check_settings()
+    def check_together(self) -> None:
+        checks.at_least("upper_margin", self.upper_margin, self.lower_margin)
+        if not self.upper_length > self.lower_length:
+            raise ValueError(f"upper_length must be > lower_length = {self.lower_length:g}, got {self.upper_length:g}")
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        if self.training:
-            refuse_transforms("AdaFaceLoss")
-        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
-        if self.training:
-            dim = self.weight.shape[1]  # fewer in `MatryoshkaLoss`
-            checks.class_batch(embeddings, labels, self.num_classes, dim)  # before a bad batch is learned from
-            self.mean, self.std = adaface_statistics(embeddings, labels, self.mean, self.std, momentum=self.momentum)
-        labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
-        arguments = self.arguments() | {"mean": self.mean, "std": self.std}
-        return adaface_loss(embeddings, labels, weight, shard=shard, **arguments)
+    def own(self, own: Own) -> Tensor:
+        rate = (self.upper_margin - self.lower_margin) / (self.upper_length - self.lower_length)
+        within = own.length.clamp(self.lower_length, self.upper_length)
+        return turned(own.cos, own.sin, self.lower_margin + rate * (within - self.lower_length))
 
-    def get_logits(self, embeddings: Tensor) -> Tensor:
-        """s cos of every class, (B, C), without the margin; differentiable."""
-        return logits.of_cosines(self, embeddings, self.weight, self.scale)
+    def value(self, call: ClassCall) -> Tensor:
+        if self.length_weight and call.reduction == "active":
+            call.reduction = "mean"  # every term is above 0
+        value = super().value(call)
+        if not self.length_weight:
+            return value
+        x = call.x if call.shard is None else class_shards.replicated(call.shard, call.x)
+        length, long = distances.length(x, distances.wide(x)), self.upper_length
+        within = length.clamp(self.lower_length, long)
+        slope = 1 / long**2 - 1 / self.lower_length**2
+        cost = within / long**2 + 1 / within + slope * (length - self.lower_length).clamp(max=0)
+        known = call.labels != UNKNOWN
+        return value + self.length_weight * reduce.terms(cost.to(value.dtype), known, call.reduction)
 
 
-class MagFaceLoss(LossModule, function=magface_loss):
-    """`magface_loss` with its class weights (C, D); sample_rate and shard as in `NormalizedSoftmaxLoss`."""
-
-    reads_length = True
-
-    def __init__(
-        self,
-        num_classes: int,
-        dim: int,
-        lower_margin: float = 0.45,
-        upper_margin: float = 0.8,
-        scale: float = 64.0,
-        *,
-        lower_length: float = 10.0,
-        upper_length: float = 110.0,
-        penalty: float = 35.0,
-        reduction: str = "mean",
-        sample_rate: float = 1.0,
-        impl: str = "auto",
-        max_memory: int | None = None,
-        shard: bool = False,
-    ) -> None:
-        super().__init__()
-        self.shard = class_shards.make_shard(shard, num_classes)
-        self.weight = class_weight(num_classes, dim, self.shard)
-        class_shards.register(self, weight=1)
-        self.num_classes, self.dim, self.scale = num_classes, dim, scale
-        self.lower_margin, self.upper_margin = lower_margin, upper_margin
-        self.lower_length, self.upper_length, self.penalty = lower_length, upper_length, penalty
-        self.reduction, self.sample_rate, self.impl, self.max_memory = reduction, sample_rate, impl, max_memory
-        self.finish_init()
-
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings, labels, shard = class_shards.gather_batch(self.shard, embeddings, labels, self.weight.shape[1])
-        labels, weight, shard = class_sampling.sample(self, embeddings, labels, shard)
-        return magface_loss(embeddings, labels, weight, shard=shard, **self.arguments())
-
-    def get_logits(self, embeddings: Tensor) -> Tensor:
-        """s cos of every class, (B, C), without the margin; differentiable."""
-        return logits.of_cosines(self, embeddings, self.weight, self.scale)
+adaface_loss = function_of(AdaFaceLoss, "adaface_loss")
+magface_loss = function_of(MagFaceLoss, "magface_loss")

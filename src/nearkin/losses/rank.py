@@ -5,8 +5,8 @@ from __future__ import annotations  # torch 2.6 compiles no function within one 
 import torch
 from torch import Tensor
 
-from nearkin.core import checks
-from nearkin.core.autograd import recomputed
+from nearkin.core import checks, distances
+from nearkin.core.autograd import device_type, recomputed
 from nearkin.losses.engine import Costs, PairLoss, Rows, function_of
 from nearkin.losses.settings import Choices, Range, setting
 
@@ -100,7 +100,7 @@ def _slots(number: Tensor, most: int, max_positives: int | None) -> int:
     largest = int(number.max())
     if max_positives is not None:
         checks.enough("max_positives", max_positives, largest, "the most positives of an anchor")
-    return largest
+    return largest if distances.freely_read(number) else most
 
 
 def _precisions(scores: Tensor, positive: Tensor, negative: Tensor, columns: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ def _precisions(scores: Tensor, positive: Tensor, negative: Tensor, columns: Ten
 
 def _cumulative(place: Tensor, mask: Tensor, bins: int) -> Tensor:
     """How much of each row's entries lies at each centre or before it, (B, bins + 1)."""
-    if place.is_cuda:  # where scattered numbers are added in another order every time; on a CPU this takes three times
+    if not place.is_cpu:  # where scattered numbers are added in another order every time; on a CPU this takes three times
         rows = mask.to(place.dtype)[:, None, :]
-        with torch.autocast("cuda", enabled=False):
+        with torch.autocast(device_type(place), enabled=False):
             return torch.cat([rows @ (k + 1 - place).clamp(0, 1)[:, :, None] for k in range(bins + 1)], 2).squeeze(1)
     lower = place.detach().floor().clamp(max=bins - 1)
     index, share = lower.long(), place - lower  # the share of the upper of the two centres

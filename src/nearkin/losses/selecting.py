@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nearkin import mining
-from nearkin.core import checks
+from nearkin.core import blockwise, checks
+from nearkin.core.labels import UNKNOWN, BatchFirst
 from nearkin.losses import sampling_dim as sampling_dims
 from nearkin.losses.engine import Call, PairLoss, Rows
 from nearkin.losses.sampling_dim import RunningDim, SamplingDim
@@ -55,7 +56,14 @@ class SelectingLoss(PairLoss):
         """States the setting `selection`."""
         return setting(default=default, kw_only=kw_only, search=search, rule=_selection, text=text)
 
-    def start(self) -> None:
+    max_positives: int | None = setting(
+        default=None,
+        optional=True,
+        whole=True,
+        text="most positives of an anchor, where they cannot be counted without waiting: faster; None: any number",
+    )
+
+    def make(self) -> None:
         if isinstance(self.sampling_dim, str):
             self.running_dim = RunningDim()
 
@@ -67,6 +75,11 @@ class SelectingLoss(PairLoss):
                 checks.impossible("selection", self.selection, because[self.selection], possible)
         sampling_dims.check_used(self.sampling_dim, self.selection)
         mining.check_generator(self.selection, self.generator)
+        if self.max_positives is not None and self.selection not in mining.PER_POSITIVE:
+            names = ", ".join(f'"{name}"' for name in mining.PER_POSITIVE)
+            raise ValueError(
+                f"max_positives must be left out unless selection is one of {names}, got {self.max_positives}"
+            )
 
     def impossible(self) -> dict[str, str]:
         """Names of selections that these settings cannot take, and why."""
@@ -98,6 +111,8 @@ class SelectingLoss(PairLoss):
         """The selection as a function of rows and their plain distances."""
         fitted = self._modules.get("running_dim")
         sphere = self.sampling_dim if fitted is None else fitted
+        if self.max_positives is not None:
+            call.addend = _crowded(call.batch, self.max_positives)
         dim = sampling_dims.resolve(sphere, self.selection, call.batch.embeddings, call.batch.labels)  # type: ignore[arg-type]
 
         def select(
@@ -112,6 +127,7 @@ class SelectingLoss(PairLoss):
                 generator=self.generator,
                 margin=self.triplet_margin,
                 squared=squared,
+                max_positives=self.max_positives,
             )
             self.check_chosen(chosen)
             return chosen
@@ -126,3 +142,19 @@ class SelectingLoss(PairLoss):
         if isinstance(chosen, mining.Triplets) and not self.takes_triplets:
             possible = ("all", *mining.PAIR_SELECTIONS)
             checks.impossible("selection", self.selection, "the loss weighs pairs, not triplets", possible)
+
+
+def _crowded(batch: blockwise.Batch, most: int) -> Tensor:
+    """NaN if an anchor has more than `most` positives, else 0; where values may be read, an error."""
+    ids, others = batch.labels, batch.reference_labels
+    alone = batch.references is None or isinstance(others, BatchFirst)
+    others = others.ids if isinstance(others, BatchFirst) else ids if alone else others
+    if not all(isinstance(each, Tensor) and each.dim() == 1 and each.dtype != torch.bool for each in (ids, others)):
+        raise TypeError("max_positives must be left out unless labels are class ids, of which positives are counted")
+    assert isinstance(ids, Tensor) and isinstance(others, Tensor)
+    ordered = others.sort().values
+    number = torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)
+    number = torch.where(ids == UNKNOWN, 0, number - (1 if alone else 0))
+    if checks.reads_values(number) and number.numel():
+        checks.enough("max_positives", most, int(number.max()), "the most positives of an anchor")
+    return torch.where((number > most).any(), torch.nan, 0.0)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
 from nearkin.core import checks
+from nearkin.losses.compiling import compiled_call
 
-__all__ = ["REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "setting"]
+__all__ = ["REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "ranges_of", "setting"]
 
 P = ParamSpec("P")
 REQUIRED: Any = inspect.Parameter.empty
@@ -52,6 +53,16 @@ def count(loss: type, names: Iterable[str]) -> None:
         _losses_with.update(list(names))
 
 
+def ranges_of(loss: Any) -> dict[str, Searched]:
+    """Where `nearkin compare` looks for better values of a loss class: settings, and "loss_scale", its learning rate.
+
+    Around the values of the papers and those of the search of Musgrave et al. 2020 (arXiv:2003.08505). A setting that
+    states none stays at its default. "loss_scale", how many times faster than the encoder: of a loss that learns.
+    """
+    ranges = {key: s.search for key, s in loss.fields.items() if s.search is not None}
+    return ranges if loss.search_rate is None else ranges | {"loss_scale": loss.search_rate}
+
+
 def shared(name: str) -> bool:
     """Whether several losses have a setting of this name: on a loss that has it not, it would be ignored."""
     return _losses_with[name] > 1
@@ -76,12 +87,15 @@ class Setting:
     fixed: bool = False  # cannot change after construction
     shapes: bool = False  # nor can this: it decides the shapes of parameters, and the function form has none
     learned: bool = False  # where a parameter of this name starts
+    tensor: bool = False  # a scalar tensor is taken too
     kw_only: bool = True  # False: may be given by its place
     was: str | None = None  # its name before, which is answered with this one
+    only: str | None = None  # "class": of training steps, the function form has none; "function": what these tell it
+    now: Callable[[Any], Any] | None = None  # what is read where it changes by step; what is set is its start
     search: Searched | None = None  # where `nearkin compare` looks for a better value
 
     def check(self, name: str, value: Any) -> None:
-        if (value is None and self.optional) or (self.learned and isinstance(value, Tensor)):
+        if (value is None and self.optional) or (isinstance(value, Tensor) and (self.learned or self.tensor)):
             return
         if self.rule is not None:
             self.rule(name, value)
@@ -117,16 +131,23 @@ class Loss(nn.Module):
     reads_length = False  # the margin depends on the embedding's length: scaled to 1 it would have no effect
     takes_batch_first = True  # reference_labels may be a `BatchFirst`, as `CrossBatchMemory` gives them
     fields: ClassVar[Mapping[str, Setting]] = MappingProxyType({})
+    given: ClassVar[Mapping[str, Setting]] = MappingProxyType({})  # those of the function form alone
     _ready = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        own = {name: value for name, value in vars(cls).items() if isinstance(value, Setting)}
+        stated = {name: value for name, value in vars(cls).items() if isinstance(value, Setting)}
+        own = {name: s for name, s in stated.items() if s.only != "function"}
+        cls.given = MappingProxyType({name: s for name, s in stated.items() if name not in own} | dict(cls.given))
         without = {name for name in cls.fields if vars(cls).get(name, own) is None}  # set to None: not of this loss
-        for name in own:
-            delattr(cls, name)  # else it would hide a parameter of the same name
+        for name, s in stated.items():
+            if s.now is None:
+                delattr(cls, name)  # else it would hide a parameter of the same name
+            else:
+                setattr(cls, name, property(s.now))
         inherited = {name: s for name, s in cls.fields.items() if name not in own and name not in without}
-        cls.fields = MappingProxyType(own | inherited)
+        fields = (own | inherited).items()
+        cls.fields = MappingProxyType(dict(sorted(fields, key=lambda item: item[1].default is not REQUIRED)))
         count(cls, cls.fields)
         if "__init__" in vars(cls):  # a variant with arguments of its own
             cls.__signature__ = None  # type: ignore[attr-defined]
@@ -143,6 +164,13 @@ class Loss(nn.Module):
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nSettings\n\n{_described(cls.fields)}"
 
     def __init__(self, *values: Any, **named: Any) -> None:
+        self.settle(*values, **named)
+        self.make()
+        self.check_together()
+        self._ready = True
+
+    def settle(self, *values: Any, **named: Any) -> None:
+        """Checks and keeps the settings."""
         super().__init__()
         loss, fields = type(self).__name__, self.fields
         places = [name for name, s in fields.items() if not s.kw_only]
@@ -161,11 +189,18 @@ class Loss(nn.Module):
                 raise TypeError(f"{loss} needs {name}: {s.text}")
             s.check(name, value)
             self.__dict__[name] = value
-        self.start()
-        self.check_together()
-        self._ready = True
 
-    def start(self) -> None:
+    def compile(self, *how: Any, **options: Any) -> None:
+        """Compiles the loss with torch.compile, whose arguments it takes, from the next call on.
+
+        Numbers that change from call to call, as a scheduled temperature, and other sizes of batches compile it anew
+        once, not each time; losses of one class share what was compiled where only their numbers differ. Where no
+        compiler is, or it fails, the loss goes on uncompiled, with a warning that names the reason. A loss that has
+        hooks runs uncompiled, with them.
+        """
+        self._compiled_call_impl = compiled_call(self, how, options)
+
+    def make(self) -> None:
         """Makes parameters and buffers from the settings, once."""
 
     def check_together(self) -> None:
@@ -174,7 +209,8 @@ class Loss(nn.Module):
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings as they are now, without choices left open. To change one, set it."""
-        named = {name: getattr(self, name) for name, s in self.fields.items() if not s.shapes and not s.learned}
+        free = (name for name, s in self.fields.items() if not (s.shapes or s.learned or s.only))
+        named = {name: getattr(self, name) for name in free}
         return MappingProxyType({k: v for k, v in named.items() if v is not None or self.fields[k].default is not None})
 
     def extra_repr(self) -> str:

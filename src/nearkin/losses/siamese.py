@@ -34,7 +34,7 @@ class SiameseLoss(PairLoss):
     dim: int = setting(whole=True, shapes=True, kw_only=False, text="dimensions D of the embeddings")
     max_memory = None
 
-    def start(self) -> None:
+    def make(self) -> None:
         self.weight = nn.Parameter(torch.full((self.dim,), -(self.dim**-0.5)))
         self.bias = nn.Parameter(torch.ones(()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations  # torch 2.6 compiles no function within one 
 import torch
 from torch import Tensor
 
-from nearkin.core import blockwise, checks, distances, reduce
+from nearkin.core import blockwise, distances, reduce
 from nearkin.core.labels import UNKNOWN, Relation
 from nearkin.losses.engine import Call, Costs, PairLoss, Rows, function_of
 from nearkin.losses.settings import Choices, Range, setting
@@ -183,7 +183,7 @@ class NPairLoss(PairLoss):
     def value(self, call: Call) -> Tensor:
         x, labels, references, _ = call.batch
         taint = call.taint()
-        if call.alone and isinstance(labels, Tensor) and labels.dim() == 1 and checks.reads_values(labels):
+        if call.alone and isinstance(labels, Tensor) and labels.dim() == 1 and distances.freely_read(labels):
             # Anchors × references without the rest of the matrix, where that is made in one piece.
             anchors, others = _sides(labels.long()) if call.fits() else (labels[:0], labels[:0])
             if anchors.numel():

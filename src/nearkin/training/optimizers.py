@@ -82,15 +82,18 @@ def _check_weights(recipe: Recipe, backbone: nn.Module, head: nn.Module, loss: n
 
 def build_optimizer(recipe: Recipe, parameters: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     options, groups = recipe.optimizer, list(parameters)
+    if str(options.class_weights) == "adam8bit":  # of a stored run
+        raise ValueError(
+            'optimizer.class_weights is "adam8bit" in this run, a rule that has left: what the run saved can be used, '
+            'but it cannot go on; start a new run with "rowwise", or without the key'
+        )
     if options.class_weights is None:
         return _encoder_optimizer(recipe, groups)
     of_classes = [group["part"] == "loss" and group["params"][0].dim() > 1 for group in groups]
     encoder = _encoder_optimizer(recipe, [group for group, own in zip(groups, of_classes, strict=True) if not own])
-    beta1, beta2 = options.betas or (0.9, 0.999)
     classes = ClassWeightOptimizer(
         [group for group, own in zip(groups, of_classes, strict=True) if own],
         rule=options.class_weights,
-        betas=(beta1, beta2),
         eps=options.eps or 1e-8,
         seed=recipe.training.seed,
     )

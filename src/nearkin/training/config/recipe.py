@@ -134,7 +134,7 @@ class Optimizer(_Section):
     backbone_scale: float | None = Field(default=None, ge=0)  # of the pretrained layers
     head_scale: float = Field(default=1.0, ge=0)  # of pooling and projection
     loss_scale: float | None = Field(default=None, ge=0)  # None: what the loss asks for, `lr_scale`
-    class_weights: Literal["rowwise", "adam8bit"] | None = None  # their own rule (`ClassWeightOptimizer`); None: `name`
+    class_weights: Literal["rowwise"] | None = None  # their own rule (`ClassWeightOptimizer`); None: `name`
     clip: float = Field(default=0.0, ge=0)  # largest norm of the gradient; 0: any
 
 
@@ -360,10 +360,19 @@ def read(
         _known_section(section, "--set")
         content.setdefault(section, {})[key] = value
     _known_keys(content, where)
+    gone = {"class_weights": "adam8bit"} if content.get("optimizer", {}).get("class_weights") == "adam8bit" else {}
+    if gone and not stored:
+        raise ValueError(
+            f'{where}: optimizer.class_weights must be "rowwise", or left out for the rule of optimizer.name, '
+            'got "adam8bit", which has left'
+        )
+    for key in gone:
+        del content["optimizer"][key]
     try:
-        return Recipe.model_validate(content)
+        recipe = Recipe.model_validate(content)
     except ValidationError as error:
         raise ValueError(f"{where}: {_sentence(error)}") from None
+    return recipe.with_("optimizer", **gone) if gone else recipe  # a run that learned by it is read as it was
 
 
 def _refuse_code(content: Mapping[str, Mapping[str, Any]], typed: Collection[str], where: str) -> None:
