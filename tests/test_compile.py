@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import nearkin
-from cases import DIM, LOSSES
-from loss_checks.compiled import batches
+from cases import DIM
 from loss_checks.outcome import assert_same, run
 from nearkin import losses
 from nearkin.core import autograd
@@ -41,23 +40,6 @@ def test_no_gradient_by_hand_goes_another_way():
         text = path.read_text(encoding="utf-8")
         if path.name != "autograd.py":
             assert "autograd.Function" not in text and not re.search(r"\b_[A-Z]\w*\.apply\(", text), path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["NormalizedSoftmaxLoss", "ArcFaceLoss-sub", "ProxyNCALoss", "ProxyAnchorLoss"])
-def test_classes_that_pass_by_in_blocks(name):
-    """Losses that never hold their logits: the same passes, as operators that a compiler does not look into."""
-    (case,) = [c for c in LOSSES if c.name == name]
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        torch._dynamo.reset()
-        results = []
-        for impl in ("auto", "torch"):
-            module = case.build(dtype)
-            module.impl = impl
-            function = torch.compile(module, fullgraph=True, backend="aot_eager") if impl == "torch" else module
-            results.append([run(function, module, *batch) for batch in batches(case, dtype)])
-        for got, wanted in zip(*results, strict=True):
-            assert_same(got, wanted, tolerance, "all")
 
 
 @pytest.mark.slow

@@ -51,7 +51,8 @@ def loop_at(case: Case, module: nn.Module, x: Tensor, labels: Tensor, at: Tensor
         return reference.circle(x, *masks(labels), at=at, **module.settings)
     assert case.name.startswith("AdaFaceLoss")  # its lengths
     learned = {"mean": float(module.mean), "std": float(module.std)}
-    return reference.adaface(x, labels, module.weight.detach(), at=at, **learned, **module.settings)
+    settings = {name: value for name, value in module.settings.items() if name != "kernel"}
+    return reference.adaface(x, labels, module.weight.detach(), at=at, **learned, **settings)
 
 
 @holds()
@@ -76,11 +77,9 @@ def slopes_are_those_of_its_value(case: Case) -> None:
 
 
 def routes(case: Case, x: Tensor, labels: Tensor) -> list[dict[str, object]]:
-    """Settings by which a loss is computed in another way: without kernels or logits, and in blocks."""
+    """Settings by which a loss is computed in another way: in blocks."""
     module = case.build().eval()
     found: list[dict[str, object]] = [{}]
-    if hasattr(module, "impl"):
-        found.append({"impl": "torch"})
     if hasattr(module, "max_memory"):
         least: int | None = 1
         while least is not None:
@@ -242,7 +241,7 @@ def the_module_is_its_function(case: Case) -> None:
     function = function_of(module)
     settings = {name: value for name, value in module.settings.items() if not name.startswith("decay")}  # γ is given
     tensors = dict(module.named_parameters()) | {"centers": getattr(module, "centers", None)}
-    learned = [tensors[name] for name in ("weight", "bias", "proxies", "centers") if tensors.get(name) is not None]
+    learned = [tensors[name] for name in ("weight", "bias", "centers") if tensors.get(name) is not None]
     if case.pairs:
         settings |= dict(module.named_parameters())
         learned = []
