@@ -223,6 +223,7 @@ class Kept:
     weight: Tensor
     bias: Tensor
     centers: Tensor
+    seen: Tensor
     steps: Tensor
     running_mean: Tensor
     running_var: Tensor
