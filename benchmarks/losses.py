@@ -1,20 +1,17 @@
 """Every loss beside pytorch-metric-learning and the floor, forward and backward: benchmarks/losses.py
 
 D = 128, float32, 4 items per class; losses over class weights have as many classes as the batch. `auto` is the loss as
-it comes; `compiled`, on a GPU and not over class weights, is torch.compile(loss, dynamic=False), its first step in
-seconds `compile_s`; `torch` is impl="torch" of losses over class weights: in blocks, logits never stored; `peer`
-is pytorch-metric-learning with the same loss and its own miner; `floor` is the matrix products alone: one of the
-forward pass, two of the backward. Time by device events on a GPU, the host's share included, and for `auto` once more
-on a device that is kept busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
+it comes; `compiled`, on a GPU, is torch.compile(loss, dynamic=False), its first step in seconds `compile_s`; `torch`,
+which nothing fills now, was the way without kernels of losses over class weights; `peer` is pytorch-metric-learning
+with the same loss and its own miner; `floor` is the matrix products alone: one of the forward pass, two of the
+backward. Time by device events on a GPU, the host's share included, and for `auto` once more on a device that is kept
+busy (`busy`), as by an encoder; on the CPU in rounds, one step of each, so that other load on
 the machine hits all alike. Memory: the peak beyond what was allocated before, on the CPU in a separate process. --check
 compares values and gradients with float64 instead. --classes: losses over class weights alone, every number of classes
-with every batch, in rounds, beside the peer and `compiled`: torch.compile of the formula as one writes it
-(class_formulas.py), with dynamic shapes, so that it compiles once.
+with every batch, in rounds, beside the peer and `compiled`: the loss after `loss.compile(dynamic=True)`.
 """
 
 import argparse
-import functools
-import inspect
 import json
 import resource
 import subprocess
@@ -28,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import class_formulas
 import measure
 from nearkin import losses
 
@@ -171,10 +167,6 @@ def compiled_loss(case: Case, size: int, device: str) -> torch.nn.Module:
     return torch.compile(ours(case, size, device), dynamic=False)
 
 
-def has_choice(case: Case) -> bool:
-    return "impl" in inspect.signature(getattr(losses, case.ours)).parameters
-
-
 def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> Iterator[tuple[str, Callable[[], None]]]:
     """Each contender's step on the same batch."""
     x, y = batch(size, device, case)
@@ -183,10 +175,8 @@ def steps(case: Case, size: int, device: str, names: dict[str, Any] | None) -> I
         return learning_step(lambda: loss(x, y, *(m(x, y) for m in miner)), [x, *loss.parameters()])
 
     yield "auto", step(ours(case, size, device))
-    if not case.weighs and device == "cuda":
+    if device == "cuda":
         yield "compiled", step(compiled_loss(case, size, device))
-    if has_choice(case):
-        yield "torch", step(ours(case, size, device, impl="torch"))
     if case.peer is not None and names is not None:
         names = names | {"C": -(-size // EACH), "D": D}
         miner = [eval(case.miner, names)] if case.miner else []  # of the table above, nothing else
@@ -215,16 +205,10 @@ def class_steps(
     if case.peer is not None and names is not None:
         peer = eval(case.peer, names | {"C": classes, "D": D}).to(device)
         yield "peer", learning_step(lambda: peer(x, y), [x, *peer.parameters()])
-    if case.name in class_formulas.FORMULAS:
-        learnt = [parameter.detach().clone().requires_grad_() for parameter in loss.parameters()]
-        inputs = (x, y, *learnt, *(buffer.clone() for buffer in loss.buffers()))
-        formula = compiled(case.name)
-        yield "compiled", learning_step(lambda: formula(*inputs), [x, *learnt])
-
-
-@functools.cache
-def compiled(name: str) -> Callable[..., Tensor]:
-    return torch.compile(class_formulas.FORMULAS[name], dynamic=True)
+    if device == "cuda":
+        fast = ours(case, size, device, classes)
+        fast.compile(dynamic=True)
+        yield "compiled", learning_step(lambda: fast(x, y), [x, *fast.parameters()])
 
 
 def class_table(chosen: list[Case], sizes: list[int], device: str, seconds: float, out: Path | None) -> None:
@@ -410,16 +394,15 @@ def check(chosen: list[Case], sizes: list[int], device: str) -> bool:
 
 def checked(case: Case, size: int, device: str) -> str:
     """Prints the errors; what is wrong with them, or nothing."""
-    choice = {"impl": "torch"} if has_choice(case) else {}
 
     def result(dtype: torch.dtype, as_it_comes: bool = False) -> tuple[Tensor, Tensor]:
         x, y = batch(size, device, case)
         x = x.detach().to(dtype).requires_grad_()
         torch.manual_seed(0)
-        if as_it_comes and not case.weighs and device == "cuda":
+        if as_it_comes and device == "cuda":
             loss = compiled_loss(case, size, device)
         else:
-            loss = ours(case, size, device, **({} if as_it_comes else choice)).to(dtype)
+            loss = ours(case, size, device).to(dtype)
         value = 3 * loss(x, y)  # the upstream gradient is not 1
         value.backward()
         return value.detach().double(), x.grad.double()

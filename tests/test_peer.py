@@ -38,7 +38,7 @@ SIZES = {
     "pairs": [2, 2, 2, 2, 2],
 }
 # Our learned parameters, what the peer calls them, and whether it keeps them the other way round.
-LEARNED = {"weight": ("W", True), "proxies": ("proxies", False), "centers": ("fc", True), "beta": ("beta", False)}
+LEARNED = {"weight": {"W": True, "proxies": False, "fc": True}, "beta": {"beta": False}}
 GUIDE = Path(__file__).parents[1] / "docs" / "migrating.md"
 
 raw = partial(LpDistance, normalize_embeddings=False)
@@ -92,7 +92,7 @@ class Row:
         torch.manual_seed(3)
         ours, theirs, shared = self.ours().double(), self.theirs().double(), []
         for name, mine in ours.named_parameters():
-            their_name, turned = LEARNED[name]
+            their_name, turned = next(pair for pair in LEARNED[name].items() if hasattr(theirs, pair[0]))
             other = getattr(theirs, their_name)
             if isinstance(other, nn.Parameter):
                 other.data.copy_((mine.detach().T if turned else mine.detach()).reshape(other.shape))
@@ -283,7 +283,7 @@ ROWS = [
     Row("ProxyNCA", lambda: L.ProxyNCALoss(*size), lambda: P.ProxyNCALoss(*size, softmax_scale=9)),
     Row("ProxyNCA-unscaled", lambda: L.ProxyNCALoss(*size, scale=1.0), lambda: P.ProxyNCALoss(*size)),
     Row("ProxyAnchor", lambda: L.ProxyAnchorLoss(*size), lambda: P.ProxyAnchorLoss(*size)),
-    Row("SoftTriple", lambda: L.SoftTripleLoss(*size, tau=0), lambda: P.SoftTripleLoss(*size)),
+    Row("SoftTriple", lambda: L.SoftTripleLoss(*size, spread_weight=0), lambda: P.SoftTripleLoss(*size)),
     # Ours adds 1e-5 under the root of each distance between centres.
     Row(
         "SoftTriple-regularised",
@@ -614,7 +614,7 @@ def test_proxy_nca_there_drops_the_hardest_item():
         (peer.ProxyNCALoss(2, 2, softmax_scale=32), 0, [False, False]),
         (losses.ProxyNCALoss(2, 2, scale=32**0.5), 64, [True, False]),
     ):
-        loss.proxies.data = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+        loss.weight.data = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
         x = torch.tensor([[-1.0, 0.02], [1.0, 0.02]]).requires_grad_()
         got = loss(x, labels)
         got.backward()
@@ -719,8 +719,8 @@ def test_supcon_of_a_single_class_is_nothing_there():
 def test_class_weights_start_at_other_lengths_there():
     for ours, theirs, length, their_length in (
         (losses.CosFaceLoss(200, 64).weight, peer.CosFaceLoss(200, 64).W.T, 1, 8),
-        (losses.ProxyNCALoss(200, 64).proxies, peer.ProxyNCALoss(200, 64).proxies, 0.8, 8),
-        (losses.ProxyAnchorLoss(200, 64).proxies, peer.ProxyAnchorLoss(200, 64).proxies, 0.8, 0.8),
+        (losses.ProxyNCALoss(200, 64).weight, peer.ProxyNCALoss(200, 64).proxies, 0.8, 8),
+        (losses.ProxyAnchorLoss(200, 64).weight, peer.ProxyAnchorLoss(200, 64).proxies, 0.8, 0.8),
         (losses.SoftTripleLoss(20, 64).centers, peer.SoftTripleLoss(20, 64).fc.T, 0.8, 0.8 / 6**0.5),
     ):
         assert ours.norm(dim=1).mean().item() == pytest.approx(length, rel=0.05)

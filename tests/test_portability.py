@@ -221,7 +221,7 @@ def test_a_hanging_rank_is_ended_where_there_is_no_sigkill(monkeypatch):
     monkeypatch.delattr(signal, "SIGKILL", raising=False)
     monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
     monkeypatch.setattr(heartbeat, "started_at", lambda process: 7)
-    heartbeat._kill(heartbeat._Address(heartbeat._machine(), 4711, 7))
+    heartbeat._kill(heartbeat._Beat(machine=heartbeat._machine(), process=4711, started=7))
     assert sent == [(4711, signal.SIGTERM)]
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import inspect
 import json
 import math
 import random
@@ -211,7 +212,7 @@ def test_too_few_classes_for_folds_is_one_sentence():
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 def test_every_loss_has_ranges_that_it_accepts(loss):
     choice = LOSSES[loss]
-    needs = {"num_classes": 5, "dim": 4} if "num_classes" in choice.make.__init__.__annotations__ else {}
+    needs = {"num_classes": 5, "dim": 4} if "num_classes" in inspect.signature(choice.make).parameters else {}
     needs = {"dim": 4} if loss == "siamese" else {} if loss == "margin" else needs
     for name, one in ranges_of(LOSSES[loss].make).items():
         if name == "loss_scale":

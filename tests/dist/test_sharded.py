@@ -52,6 +52,7 @@ CASES = {
     "soft-triple, 1 centre": ("SoftTripleLoss", {"centers_per_class": 1}),
     "soft-triple, little memory": ("SoftTripleLoss", {"centers_per_class": 3, "max_memory": 3 * 2**12}),
     "center": ("CenterLoss", {"center_weight": 0.5}),
+    "center, first": ("CenterLoss", {"center_weight": 0.5, "start": "first"}),
     "center, sampled": ("CenterLoss", {"center_weight": 0.5, "sample_rate": 0.3}),
     "center, little memory": ("CenterLoss", {"center_weight": 0.5, "max_memory": 2**13}),
     "heated, sampled, little memory": ("HeatedSoftmaxLoss", {"sample_rate": 0.4, "max_memory": 2**13}),

@@ -1,7 +1,8 @@
-"""The call object of the losses: it alone chooses a kernel, and it checks what every loss must."""
+"""A call of a loss: what it checks, and what is said of settings that have left or have another name."""
 
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from nearkin.losses.engine import Call
 ROOM = Path(nearkin.__file__).parent / "losses"
 
 
-def test_kernels_are_chosen_in_one_file():
-    for path in ROOM.glob("*.py"):
-        if path.name != "call.py":
-            asks = re.findall(r"\b(?:serves\(|takes\(|can_run|has_float64_units|is_cuda)", path.read_text())
-            assert not asks, f"{path.name} decides about kernels: {asks}"
+def test_one_file_asks_for_the_kernel():
+    asks = {
+        path.name for path in ROOM.glob("*.py") if re.search(r"import.* kernels|nearkin\.kernels", path.read_text())
+    }
+    assert asks == {"classes.py"}
 
 
 LEFT = (
@@ -33,6 +34,12 @@ LEFT = (
     "Sigmoid",
 )
 LEFT += ("Triplet", "LosslessTriplet", "SmoothAP", "FastAP", "LogRatio")
+LEFT += ("NormalizedSoftmax", "AdaCos", "CosFace", "ArcFace", "SphereFace", "AdaFace", "MagFace")
+LEFT += ("HeatedSoftmax", "Center", "ProxyNCA", "ProxyAnchor", "SoftTriple")
+
+
+def over_classes(name):
+    return len(getattr(getattr(losses, f"{name}Loss"), "tensors", ()))
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -41,10 +48,11 @@ def test_impl_is_answered_by_a_sentence_where_it_has_left(name):
     (function,) = [f for f in losses.__all__ if f.endswith("_loss") and f.replace("_", "") == f"{name.lower()}loss"]
     way = r"with its kernels: leave it out; loss\.compile\(\) makes it fast on a GPU"
     for impl in ("auto", "torch", "triton"):
+        tensors = [torch.ones(3, 4), torch.zeros(3), torch.ones(3, 4)][: over_classes(name)]
         with pytest.raises(TypeError, match=f"^impl has left {name}Loss {way}$"):
-            getattr(losses, function)(x, labels, impl=impl)
+            getattr(losses, function)(x, labels, *tensors, impl=impl)
         with pytest.raises(TypeError, match=f"^impl has left {name}Loss {way}$"):
-            getattr(losses, f"{name}Loss")(impl=impl)
+            getattr(losses, f"{name}Loss")(*([3, 4] if tensors else []), impl=impl)
     for settings in (getattr(losses, function), getattr(losses, f"{name}Loss")):
         assert "impl" not in inspect.signature(settings).parameters
 
@@ -80,12 +88,17 @@ WAS = [
     ("VICRegLoss", "invariance", "invariance_weight"),
     ("VICRegLoss", "variance", "variance_weight"),
     ("VICRegLoss", "covariance", "covariance_weight"),
+    ("MagFaceLoss", "penalty", "length_weight"),
+    ("CenterLoss", "pull", "center_weight"),
+    ("SoftTripleLoss", "tau", "spread_weight"),
+    ("SoftTripleLoss", "gamma", "temperature"),
 ]
 
 
 @pytest.mark.parametrize(("name", "was", "now"), WAS)
 def test_a_setting_that_was_renamed_is_answered_with_its_name(name, was, now):
     make, sentence = getattr(losses, name), f"^{was} of {name} is {now} now$"
+    make = partial(make, 3, 4) if over_classes(name.removesuffix("Loss")) else make
     with pytest.raises(TypeError, match=sentence):
         make(**{was: 0.5})
     with pytest.raises(AttributeError, match=sentence):

@@ -370,6 +370,54 @@ def test_a_renamed_class_weight_is_answered_and_states_of_before_are_read():
     assert "running_mean" in losses.HeatedSoftmaxLoss(5, 4, norm="batch").state_dict()
 
 
+def test_a_margin_per_class_is_arcface_of_each_margin():
+    x, labels, weight = batch((9, 5, 4))
+    counts = torch.tensor([1, 16, 81, 10_000, 2])
+    margins = losses.class_margins(counts)
+    assert margins.tolist() == pytest.approx([0.55, 0.3, 0.5 / 3 + 0.05, 0.1, 0.5 * 2**-0.25 + 0.05])
+    got = losses.arcface_loss(x, labels, weight, margin=margins, reduction="none")
+    for c, margin in enumerate(margins.tolist()):
+        alone = losses.arcface_loss(x, labels, weight, margin=margin, reduction="none")
+        torch.testing.assert_close(got[labels == c], alone[labels == c], rtol=1e-6, atol=1e-9)
+    module = losses.ArcFaceLoss(5, 4, margins).double()
+    module.weight.data.copy_(weight)
+    torch.testing.assert_close(module(x, labels), losses.arcface_loss(x, labels, weight, margin=margins))
+    assert module.margin.dtype == torch.float64 and "margin" in module.state_dict()
+    sampled = losses.ArcFaceLoss(100, 4, torch.linspace(0.1, 0.9, 100), sample_rate=0.1)
+    torch.manual_seed(0)
+    value = sampled(x.float(), labels.clamp(min=0) * 20)
+    assert bool(value.isfinite())
+    for wrong, words in (
+        (torch.ones(4), "margin must have one entry per class: 5, got 4"),
+        (torch.ones(5, 1), r"margin must be an angle, or a tensor \(C,\) of them, got torch.float32 \(5, 1\)"),
+        (torch.full((5,), 4.0), r"margin must be angles in \[0, π\) radians"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            losses.ArcFaceLoss(5, 4, wrong)
+    for wrong in (torch.tensor([3, 0]), torch.ones(2, 2), [1, 2]):
+        with pytest.raises(ValueError, match="counts must be a tensor"):
+            losses.class_margins(wrong)
+
+
+def test_centers_begin_at_zero_or_in_the_middle_of_their_first_items():
+    x, labels, _ = batch((7, 5, 4))
+    loss = losses.CenterLoss(5, 4, 1.0, start="first").double()
+    plain = losses.CenterLoss(5, 4, 1.0).double()
+    assert "seen" not in plain.state_dict() and not plain.centers.any()
+    loss(x, labels)
+    for c in range(5):
+        own = x[labels == c]
+        wanted = own.mean(0) if len(own) else torch.zeros(4).double()
+        torch.testing.assert_close(loss.centers[c], wanted)
+        assert bool(loss.seen[c]) == bool(len(own))
+    before = loss.centers.clone()
+    loss(x + 1, labels)  # from here on by the paper's rule
+    torch.testing.assert_close(loss.centers, losses.center_update(x + 1, labels, before))
+    twin = losses.CenterLoss(5, 4, 1.0, start="first").double()
+    twin.load_state_dict(loss.state_dict())
+    assert torch.equal(twin(x, labels), loss(x, labels))
+
+
 # Sampled classes.
 
 SAMPLED = {

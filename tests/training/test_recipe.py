@@ -533,7 +533,7 @@ def test_losses_take_their_settings_and_no_others(name):
         loss_settings(Recipe().with_("loss", name=name, marginn=1))
 
 
-@pytest.mark.parametrize("name", ["supcon", "logratio"])
+@pytest.mark.parametrize("name", ["supcon", "logratio", "arcface", "soft-triple"])
 def test_recipes_from_before_the_kernels_of_a_loss_left_are_read(name, tmp_path):
     """Their runs have written impl = "auto", or what was set."""
     for impl in ("auto", "torch"):
@@ -544,7 +544,6 @@ def test_recipes_from_before_the_kernels_of_a_loss_left_are_read(name, tmp_path)
     assert loss_settings(read(None, [f"loss.name={name}", "loss.impl=auto"])) == {}
     with pytest.raises(ValueError, match=f"loss.impl has left {name} with its kernels: leave it out, got 'torch'"):
         loss_settings(read(None, [f"loss.name={name}", "loss.impl=torch"]))
-    assert loss_settings(read(None, ["loss.name=arcface", "loss.impl=torch"])) == {"impl": "torch"}
 
 
 def test_a_renamed_setting_is_read_from_a_run_and_answered_where_it_is_typed(tmp_path):

@@ -17,7 +17,8 @@ def psi(cos: Tensor, margin: int) -> Tensor:
     cos(mθ) is Chebyshev's polynomial of cos θ, so that only k, which has no slope, takes an arc cosine.
     """
     k = (cos.detach().clamp(-1, 1).acos() * (margin / math.pi)).floor()
-    before, now, twice = 1.0, cos, 2 * cos
+    before: float | Tensor = 1.0
+    now, twice = cos, 2 * cos
     for _ in range(margin - 1):
         before, now = now, twice * now - before
     return (1 - 2 * (k % 2)) * now - 2 * k

@@ -8,13 +8,14 @@ A second derivative is right or refused: autograd would follow a gradient made o
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["HandGradient", "device_type", "differentiable_once", "gradients_again", "recomputed"]
+__all__ = ["HandGradient", "device_type", "differentiable_once", "full_precision", "gradients_again", "recomputed"]
 __all__ += ["refuse_second_derivative", "refuse_transforms", "traced", "transformed"]
 
 
@@ -76,6 +77,14 @@ def gradients_again(
 def device_type(x: Tensor) -> str:
     """The tensor's device type for `torch.autocast`, which does not know "meta"."""
     return "cpu" if x.is_meta else x.device.type
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Outside of autocast, where that is on: to leave it takes as long as two operations."""
+    kind = device_type(x)
+    if traced() or torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any, **how: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances, reduce, relations
-from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
+from nearkin.core.autograd import HandGradient, full_precision, recomputed, traced
 from nearkin.core.labels import BatchFirst, LabelDistance, Labels, Relation
 
 __all__ = ["AUTOMATIC", "Batch", "Rows", "block", "blocks", "fits", "gaps", "hinges", "relation", "run"]
@@ -116,7 +116,7 @@ class _Summed(HandGradient):
             with torch.enable_grad():
                 sums = [value.sum() for value in part(start, whole, *pieces)]
             if sums[0].requires_grad:
-                with torch.autocast(device_type(anchors), enabled=False):  # as in a backward pass
+                with full_precision(anchors):  # as in a backward pass
                     found = torch.autograd.grad(sums[0], [x for x, _ in pulled], allow_unused=True)
                 for (_, target), slope in zip(pulled, found, strict=True):
                     if slope is not None:

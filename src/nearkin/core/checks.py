@@ -251,15 +251,15 @@ def in_range(labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     -1 is unknown. The taint is 0, or NaN for an id out of range if values are not read.
     """
     ids = labels.long()
-    taint = torch.zeros_like(ids, dtype=torch.float32)
     known = ids != UNKNOWN
     if reads_values(ids) and ids.numel():
         low, high = (int(end) for end in torch.aminmax(ids))
         if low < -1 or high >= num_classes:
             worst = int(ids[(ids < -1) | (ids >= num_classes)][0])
             raise ValueError(f"labels must be in 0..{num_classes - 1} (or -1 for unknown), got {worst}")
-        return (ids if low >= 0 else ids.clamp(min=0)), known, taint
-    return ids.clamp(0, num_classes - 1), known, taint.masked_fill((ids < -1) | (ids >= num_classes), float("nan"))
+        return (ids if low >= 0 else ids.clamp(min=0)), known, torch.zeros_like(ids, dtype=torch.float32)
+    safe = ids.clamp(0, num_classes - 1)
+    return safe, known, torch.where((safe != ids) & known, torch.nan, 0.0)
 
 
 def classes(embeddings: Tensor, labels: Labels, num_classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances, reduce
-from nearkin.core.autograd import device_type, differentiable_once
-from nearkin.core.class_scores import cosines
+from nearkin.core.autograd import differentiable_once, full_precision
+from nearkin.core.class_scores import cosines, is_best
 
 __all__ = ["Form", "Pass", "block", "finished", "fits", "gradient_kind", "own_rows", "scan"]
 
 AUTOMATIC = 2**25  # default bytes of a block: larger ones leave the processor's caches
 ON_DEVICE = 2**28  # the same on a GPU, where launching costs more than the caches save
-WHOLE = 2**28  # default bytes that all scores may take,
-WHOLE_ON_DEVICE = 2**31  # and on a GPU, where blocks took four times as long
-PAIR = 40  # bytes per anchor and class weight with all scores in memory, float32: scores, their softmax, the gradients
+WHOLE = 2**27  # default bytes that all scores may take,
+WHOLE_ON_DEVICE = 2**32  # and on a GPU, where blocks take several times as long
+PAIR = 16  # bytes per anchor and class weight with all scores in memory, float32: scores, softmax, gradients (10 to 15)
 COORDINATE = 64  # bytes per coordinate of a normalised row: wide copies and their gradients
 ONCE = "a loss over class weights in blocks of classes (beyond max_memory, or a modest size without it)"
 
@@ -104,7 +104,7 @@ def _exact(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """A pass whose products are never of half precision under autocast."""
 
     def exact(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        with torch.autocast(device_type(x), enabled=False):
+        with full_precision(x):
             return run(x, *others)
 
     return exact
@@ -134,8 +134,7 @@ class _Block:
 
     def _of_several(self) -> Tensor:
         if self.form.several == "max":
-            best, self.index = self.products.max(1)
-            return best
+            return self.products.amax(1)
         top = self.products.amax(1, keepdim=True)
         self.share = (self.products - top).div_(self.form.temperature).exp_()
         total = self.share.sum(1, keepdim=True)
@@ -148,9 +147,7 @@ class _Block:
         """The derivative by the product with each row, (B, K·n), centre by centre, from that by the scores."""
         if self.form.centers == 1:
             return parts
-        if self.form.several == "max":
-            return torch.zeros_like(self.products).scatter_(1, self.index[:, None], parts[:, None]).flatten(1)
-        slopes = self.share
+        slopes = is_best(self.products) if self.form.several == "max" else self.share
         if self.form.several == "soft":
             mean = (slopes * self.products).sum(1, keepdim=True)
             slopes = slopes * (1 + (self.products - mean).div_(self.form.temperature))

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardtanh
+from torch.nn.functional import hardtanh, threshold
 
 from nearkin.core import checks, devices, near, symmetric
-from nearkin.core.autograd import HandGradient, device_type, traced
+from nearkin.core.autograd import HandGradient, full_precision, traced
 
 __all__ = ["WideRows", "between", "cosine", "dot", "euclidean", "freely_read", "length", "picked", "squared_euclidean"]
 __all__ += ["unit", "unit_rows", "unit_slope", "units", "upcast", "wide", "wide_rows"]
@@ -118,7 +118,7 @@ def _plain_distances(a: Tensor, b: Tensor | None, left: Tensor, units: bool, roo
     own = a.square().sum(1, keepdim=True)
     across = own if b is None else b.square().sum(1, keepdim=True)
     if devices.has_float64(a.device):
-        with torch.autocast(device_type(a), enabled=False):
+        with full_precision(a):
             squared = (own + across.T) - 2 * (a @ (a if b is None else b).T)  # (B, R)
     else:  # a compiler makes no (B, R, D) of it
         squared = (a[:, None] - (a if b is None else b)[None]).square().sum(2)
@@ -150,7 +150,7 @@ class _Distances(HandGradient):
         narrow: bool,
     ) -> Tensor:
         references, reference_squares = a if b is None else b, left if right is None else right
-        with torch.autocast(device_type(a), enabled=False):
+        with full_precision(a):
             if narrow:
                 squared = near.squared_distances(a, b)  # (B, R)
             else:
@@ -185,7 +185,7 @@ class _Distances(HandGradient):
             apart = result.sign()  # 1, or 0 where two rows are equal
             slope = (slope * apart).div_((1 - apart).add_(result)) if ctx.root else (slope * apart).mul_(2)
         close = near.near_pairs(result, ctx.root, a, a if b is None else b) if ctx.narrow else None
-        with torch.autocast(device_type(a), enabled=False):
+        with full_precision(a):
             if b is None:
                 both = slope.T.contiguous().add_(slope) if a.is_cpu else slope + slope.T
                 return (_pulled(both, a, a, close), *(None,) * 7)
@@ -240,7 +240,7 @@ def _least(kind: torch.dtype) -> float:
 def unit_rows(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """`units` of rows that are upcast, without a gradient of its own."""
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=wide(x))  # sums in the wide type
-    inverse = torch.where(lengths > _least(x.dtype) ** 0.5, lengths.reciprocal(), 0.0)
+    inverse = threshold(lengths, _least(x.dtype) ** 0.5, torch.inf).reciprocal()
     return (x * inverse.to(kind)).to(kind), inverse
 
 
@@ -258,10 +258,13 @@ class _Units(HandGradient):
         rows, inverse = unit_rows(x, kind)
         ctx.save_for_backward(x, rows, inverse)
         ctx.mark_non_differentiable(inverse)
+        ctx.set_materialize_grads(False)
         return rows, inverse
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, slope: Tensor | None, _: None) -> tuple[Tensor | None, None]:
+        if slope is None:
+            return None, None
         x, rows, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative: through the rows before scaling
             squared = x.to(wide(x)).square().sum(1, keepdim=True)
@@ -277,7 +280,7 @@ def _product(x: Tensor, references: Tensor | None) -> Tensor:
     if references is None:
         return symmetric.product(x)
     kind = torch.promote_types(x.dtype, references.dtype)
-    with torch.autocast(device_type(x), enabled=False):
+    with full_precision(x):
         return x.to(kind) @ references.to(kind).T
 
 

@@ -3,7 +3,7 @@
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
 __all__ += ["CorruptBackup", "EncoderChanged", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
-__all__ += ["FactsChanged", "NearPole", "NotAllowed", "RefusedArguments", "RowsAdded"]
+__all__ += ["FactsChanged", "NotAllowed", "RefusedArguments", "RowsAdded"]
 __all__ += [
     "ReloadRefused",
     "RequestTooLarge",
@@ -160,7 +160,3 @@ class RefusedBody(Exception):
 
 class FactsChanged(Exception):
     """The description of a gallery is not as it was when it was last read."""
-
-
-class NearPole(Exception):
-    """An angle to an own class is so near to 0 or π that its cosine does not give its sine."""

@@ -39,6 +39,8 @@ def logsumexp(values: Tensor, mask: Tensor, dim: int = 1) -> Tensor:
     """log of the sum of exp over the masked entries along `dim`; `log_zero` where there are none."""
     if values.shape[dim] == 0:
         return values.sum(dim) + log_zero(values)
+    if not values.is_cpu and not traced():  # fewer operations, one more pass over the entries
+        return torch.where(mask, values, log_zero(values)).logsumexp(dim)
     masked = torch.where(mask, values, -torch.inf)
     top = masked.detach().amax(dim, keepdim=True).clamp(min=log_zero(values))
     # At least 1 where there is an entry; 0 where there is none, whose logarithm vanishes beside `top`.
@@ -180,7 +182,10 @@ def taint(*tensors: Tensor | None) -> Tensor | float:
 
 
 def _taint(x: Tensor) -> Tensor | float:
-    if distances.freely_read(x) and x.numel():
+    if not x.numel():
+        return 0.0
+    if distances.freely_read(x):
         low, high = torch.aminmax(x)  # NaN is both
         return float(low) * 0.0 + float(high) * 0.0
-    return (x * 0).sum(dtype=torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
+    return largest * 0.0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import distances
-from nearkin.core.autograd import device_type, traced
+from nearkin.core.autograd import full_precision, traced
 from nearkin.core.labels import UNKNOWN, BatchFirst, LabelDistance, Labels, Relation
 
 __all__ = ["UNKNOWN", "LabelDistance", "Labels", "Relation", "explicit", "label_distances", "multilabel", "of"]
@@ -24,7 +24,7 @@ def explicit(positive: Tensor, negative: Tensor | None = None) -> Relation:
 def multilabel(labels: Tensor, reference_labels: Tensor | None = None) -> Relation:
     """Positive where two (K,) bool rows share a label, (B, R); negative otherwise."""
     other = labels if reference_labels is None else reference_labels
-    with torch.autocast(device_type(labels), enabled=False):
+    with full_precision(labels):
         shared = labels.float() @ other.float().T > 0  # counts of shared labels: exact in float32
     return Relation(shared, ~shared)
 

@@ -6,10 +6,9 @@ So one half is computed and both are that half.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nearkin.core.autograd import HandGradient, device_type, traced
+from nearkin.core.autograd import HandGradient, full_precision, traced
 
 __all__ = ["mirrored", "product"]
 
@@ -28,7 +27,7 @@ def product(x: Tensor) -> Tensor:
     if not traced():
         result: Tensor = _Product.call(x)
         return result
-    with torch.autocast(device_type(x), enabled=False):
+    with full_precision(x):
         full = x @ x.T
     return full.triu() + full.triu(1).T
 
@@ -39,7 +38,7 @@ class _Product(HandGradient):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        with torch.autocast(device_type(x), enabled=False):
+        with full_precision(x):
             full = x @ x.T
         if not x.is_cpu:  # fewer launches
             return (full + full.T).mul_(0.5)
@@ -51,6 +50,6 @@ class _Product(HandGradient):
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        with torch.autocast(device_type(x), enabled=False):
+        with full_precision(x):
             by_x: Tensor = (slope + slope.T) @ x
         return by_x

@@ -4,6 +4,8 @@ Every function takes `group`, a torch.distributed process group (None: all proce
 torch.distributed, each returns its input: nothing is copied, sent or waited for.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from nearkin.core.autograd import HandGradient, refuse_second_derivative
 
 __all__ = [
     *("Group", "broadcast", "counts", "digest", "gather", "gather_partial", "largest", "rank", "row_counts", "same"),
-    *("size", "total"),
+    *("size", "summed", "total"),
 ]
 
 Group = Any  # a torch.distributed.ProcessGroup, whose class some builds of torch lack
@@ -25,10 +27,8 @@ _KINDS = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 _DIMS = 6  # dimensions beside the rows that a message can describe
-_WIDTH = 3 + _DIMS  # integers per tensor: rows, kind, dimensions, and the dimensions themselves
-_TEXT_WORDS = 40  # int64 words of text, 320 bytes
-_BLOCK = 2**20  # words per pass
-_SEEDS = (-7046029254386353131, 0x2545F4914F6C)
+_TEXT, _DESCRIPTION = 320, 72  # bytes of a message: of a sentence, and of each tensor
+_FAULT = "!"  # begins a message that is a sentence
 
 
 def size(group: Group = None) -> int:
@@ -65,20 +65,21 @@ def row_counts(group: Group = None, fault: str | None = None, **tensors: Tensor 
             raise ValueError(fault)
         return {name: (tensor.shape[0],) for name, tensor in named.items()}
     try:
-        described = [number for tensor in tensors.values() for number in _described(tensor)]
+        described = [_described(tensor) for tensor in tensors.values()]
     except TypeError as error:
-        fault, described = fault or str(error), [0] * _WIDTH * len(tensors)
-    message = torch.tensor([*_words_of(fault or ""), *described], device=_message_device(group))
+        fault, described = fault or str(error), []
+    text = _FAULT.encode() + fault.encode()[: _TEXT - 1] if fault else json.dumps(described).encode()
+    room = _TEXT + _DESCRIPTION * len(tensors)
+    message = torch.frombuffer(bytearray(text.ljust(room)[:room]), dtype=torch.uint8)
     # The host must know the shapes before it can allocate the rows: the one place where it waits for a device.
-    table = _all_gather(message, group).to("cpu")
-    for number, words in enumerate(table[:, :_TEXT_WORDS]):
-        if bool(words.any()):
-            raise ValueError(f"rank {number} of {world}: {_text_of(words)}")
-    table = table[:, _TEXT_WORDS:].view(world, len(tensors), _WIDTH)
-    for column, name in enumerate(tensors):
-        _check_equal(name, table[:, column])
-    rows = {name: table[:, column, 0] for column, name in enumerate(tensors) if name in named}
-    return {name: tuple(int(number) for number in column) for name, column in rows.items()}
+    texts = [bytes(row.numpy()).decode(errors="ignore").rstrip() for row in _all_gather(message, group)]
+    for number, sentence in enumerate(texts):
+        if sentence.startswith(_FAULT):
+            raise ValueError(f"rank {number} of {world}: {sentence[1:]}")
+    by_tensor = dict(zip(tensors, zip(*map(json.loads, texts), strict=True), strict=True))
+    for name, descriptions in by_tensor.items():
+        _check_equal(name, descriptions)
+    return {name: tuple(shape[0] for _, shape in by_tensor[name]) for name in named}
 
 
 def gather(
@@ -111,6 +112,15 @@ def total(tensor: Tensor, group: Group = None) -> Tensor:
     return tensor if size(group) == 1 else _reduced(tensor, group, dist.ReduceOp.SUM)
 
 
+def summed(tensor: Tensor, group: Group = None) -> Tensor:
+    """The sum over ranks with its gradient, for a loss of which every rank computes a part; all must run backward.
+
+    As torch.distributed.nn.functional.all_reduce, which torch 2.13 calls deprecated in favour of a private function.
+    """
+    result: Tensor = tensor if size(group) == 1 else _Sum.call(tensor, group)
+    return result
+
+
 @torch.no_grad()
 def largest(tensor: Tensor, group: Group = None) -> Tensor:
     """The largest over ranks, entry by entry, without gradient."""
@@ -130,24 +140,10 @@ def broadcast(tensor: Tensor, group: Group = None, source: int = 0) -> Tensor:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """A 128-bit digest of a tensor's bytes, shape and dtype: (2,) int64 on its device.
-
-    Not cryptographic: each 8 bytes are mixed with their position, and the results are summed.
-    """
-    data = _bytes(tensor.detach().contiguous())
-    if data.storage_offset() % 8:  # a slice that does not begin at a word
-        data = data.clone()
-    aligned = len(data) // 8 * 8
-    description = torch.tensor(
-        [*_described(tensor if tensor.dim() else tensor[None]), tensor.dim()], device=data.device
-    )
-    last = torch.nn.functional.pad(data[aligned:], (0, 8 - len(data) + aligned)).view(torch.int64)
-    sums, position = data.new_zeros(2, dtype=torch.int64), 1
-    for words in (description, last, *torch.split(data[:aligned].view(torch.int64), _BLOCK)):
-        positions = torch.arange(position, position + len(words), device=data.device)
-        sums = sums + torch.stack([_mix(_mix(words + seed) ^ positions * seed).sum() for seed in _SEEDS])
-        position += len(words)
-    return sums
+    """A digest of a tensor's bytes, shape and dtype: (32,) uint8 on the CPU."""
+    described = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    described.update(_bytes(tensor.detach().cpu().contiguous()).numpy().data)
+    return torch.frombuffer(bytearray(described.digest()), dtype=torch.uint8)
 
 
 def same(tensor: Tensor, group: Group = None) -> bool:
@@ -158,10 +154,17 @@ def same(tensor: Tensor, group: Group = None) -> bool:
     return bool((digests == digests[0]).all())
 
 
-def _mix(words: Tensor) -> Tensor:
-    """Mixes the bits of 64-bit integers (multiplications wrap around)."""
-    words = (words ^ (words >> 29)) * -4658895280553007687
-    return (words ^ (words >> 32)) * -7723592293110705685
+class _Sum(HandGradient):
+    """The sum over ranks; so is its gradient, and that one's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduced(tensor, group, dist.ReduceOp.SUM)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return summed(gradient, ctx.group), None
 
 
 class _Gather(HandGradient):
@@ -244,10 +247,10 @@ def _message_device(group: Group) -> torch.device:
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
-def _described(tensor: Tensor | None) -> list[int]:
-    """What a message says of a tensor: rows, dtype and dimensions, or only -1 where there is none."""
+def _described(tensor: Tensor | None) -> tuple[str, list[int]] | None:
+    """The dtype and the shape of a tensor, as a message has them."""
     if tensor is None:
-        return [-1] + [0] * (_WIDTH - 1)
+        return None
     if not isinstance(tensor, Tensor):
         raise TypeError(f"what is exchanged must be a torch tensor, got {type(tensor).__name__}")
     if tensor.dtype not in _KINDS or not 1 <= tensor.dim() <= _DIMS + 1:
@@ -255,35 +258,19 @@ def _described(tensor: Tensor | None) -> list[int]:
             f"a tensor to exchange must have 1 to {_DIMS + 1} dimensions and a common dtype, "
             f"got {tensor.dtype} {tuple(tensor.shape)}"
         )
-    rest = [*tensor.shape[1:], *[0] * (_DIMS + 1 - tensor.dim())]
-    return [tensor.shape[0], _KINDS.index(tensor.dtype), tensor.dim() - 1, *rest]
+    return str(tensor.dtype), list(tensor.shape)
 
 
-def _check_equal(name: str, descriptions: Tensor) -> None:
-    """Refuses descriptions (world, _WIDTH) of a tensor that differ in more than its rows."""
-    for number in range(1, len(descriptions)):
-        if bool((descriptions[number, 1:] != descriptions[0, 1:]).any()) or bool(
-            (descriptions[number, 0] < 0) != (descriptions[0, 0] < 0)
-        ):
+def _check_equal(name: str, descriptions: Sequence[Any]) -> None:
+    """Refuses descriptions of a tensor, one of each rank, that differ in more than its rows."""
+    kinds = [None if part is None else (part[0], part[1][1:]) for part in descriptions]
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
             raise ValueError(
                 f"{name} must have one dtype and shape on all ranks but for the rows: "
                 f"{_shape(descriptions[0])} on rank 0, {_shape(descriptions[number])} on rank {number}"
             )
 
 
-def _shape(description: Tensor) -> str:
-    if int(description[0]) < 0:
-        return "None"
-    dims = ", ".join(str(int(dim)) for dim in (description[0], *description[3 : 3 + int(description[2])]))
-    return f"{_KINDS[int(description[1])]} ({dims})"
-
-
-def _words_of(sentence: str) -> list[int]:
-    """A sentence as a fixed number of integers; a longer one is cut."""
-    letters = sentence.encode()[: _TEXT_WORDS * 8].ljust(_TEXT_WORDS * 8, b"\0")
-    return [int.from_bytes(letters[at : at + 8], "little", signed=True) for at in range(0, len(letters), 8)]
-
-
-def _text_of(words: Tensor) -> str:
-    letters = b"".join(int(word).to_bytes(8, "little", signed=True) for word in words)
-    return letters.rstrip(b"\0").decode(errors="ignore")
+def _shape(description: Any) -> str:
+    return "None" if description is None else f"{description[0]} ({', '.join(map(str, description[1]))})"

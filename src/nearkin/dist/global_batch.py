@@ -51,6 +51,7 @@ class GlobalBatch(nn.Module):
             raise TypeError(f"loss must be a torch module, got {type(loss).__name__}")
         self.loss, self.group, self.averaged = loss, group, averaged
         self._synced = False
+        self._takes_references = "references" in signature(loss.forward).parameters
         held: Any = getattr(loss, "held", None)
         if held:  # its own exchanges go by the same group and the same factor
             if group is not None and collectives.size(group) != collectives.size():
@@ -109,9 +110,8 @@ class GlobalBatch(nn.Module):
 
     def _refers_to_itself(self, embeddings: Any, labels: Any, references: Any, reference_labels: Any) -> bool:
         """Whether a batch is its own references, which a loss knows by identity; gathered tensors are others."""
-        if references is not embeddings or (reference_labels is not None and reference_labels is not labels):
-            return False
-        return "references" in signature(self.loss.forward).parameters
+        is_itself = references is embeddings and (reference_labels is None or reference_labels is labels)
+        return is_itself and self._takes_references
 
     def _gathered(self, local: dict[str, Tensor | None], counts: Sequence[int] | None) -> dict[str, Tensor | None]:
         """The arguments of all ranks, after a check that they fit together; at the first call, their states too."""
@@ -231,20 +231,12 @@ def _same_draws(loss: nn.Module, device: torch.device, group: collectives.Group)
         return
     for generator in _generators(loss):
         generator.set_state(collectives.broadcast(generator.get_state(), group))
-    host_state, device_state = (
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    )
-    torch.set_rng_state(collectives.broadcast(host_state.clone(), group))
-    if device_state is not None:
-        torch.cuda.set_rng_state(collectives.broadcast(device_state.clone(), group), device)
-    try:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices, enabled=collectives.rank(group) > 0):
+        torch.set_rng_state(collectives.broadcast(torch.get_rng_state(), group))
+        if devices:
+            torch.cuda.set_rng_state(collectives.broadcast(torch.cuda.get_rng_state(device), group), device)
         yield
-    finally:
-        if collectives.rank(group) > 0:
-            torch.set_rng_state(host_state)
-            if device_state is not None:
-                torch.cuda.set_rng_state(device_state, device)
 
 
 def _draws(module: nn.Module) -> bool:

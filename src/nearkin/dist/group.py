@@ -6,9 +6,6 @@ by counting in a store, not in an exchange, so that a long share never runs into
 
 import json
 import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,21 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nearkin.core import checks
-from nearkin.core.errors import Diverged, RankFailed, Stopped, Terminated
+from nearkin.core.errors import RankFailed
 from nearkin.dist import collectives
+from nearkin.dist.calls import Call, Progress
 from nearkin.dist.collectives import Group
-from nearkin.dist.heartbeat import RANK_LOST, Heartbeat, seconds_of_patience
+from nearkin.dist.ending import end_all, one_line
+from nearkin.dist.heartbeat import Heartbeat, seconds_of_patience
 
 __all__ = ["ALONE", "ProcessGroup", "Progress"]
 
 T = TypeVar("T")
-Progress = Callable[[int, int], None]
-_POLL = 0.05  # seconds between two looks at the counts while waiting
-_REPORT = 0.2  # seconds between two counts of this rank's progress
-_PARTS = 10**6  # parts of a share in which progress is counted
 _JOIN = 50.0  # seconds that ranks have to make their groups
 _EXCHANGE = 300.0  # seconds for an exchange between ranks that are all there
-_ECHOES = ("gloo", "Gloo", "NCCL", "Dist", "peer", "socket")  # words of an error that another rank's end has caused
 
 
 class ProcessGroup:
@@ -59,6 +53,7 @@ class ProcessGroup:
         self.rank, self.size = (0, 1) if alone else (collectives.rank(), collectives.size())
         self.local_rank = 0 if alone else int(os.environ.get("LOCAL_RANK", self.rank))
         self._exits = on_failure == "exit"
+        self.world: Group = dist.group.WORLD if self.size > 1 else None  # torch's own group, for the collectives
         self._calls = 0
         self._exchange_group: Group = None  # exchanges what is in main memory
         self._proposal: tuple[Tensor, Any] | None = None
@@ -133,21 +128,16 @@ class ProcessGroup:
         if self.size == 1:
             yield progress or (lambda done, of: None)
             return
-        call = _Call(self, what, progress, total)
-        self.heartbeat.busy += 1  # how long it takes says nothing about this rank's health
+        self._calls += 1
+        call = Call(self, self._calls, what, progress, total)
         try:
             yield call.report
             call.wait()
+            self.heartbeat.progress += 1
         except Exception as error:
-            if self._exits or isinstance(error, RankFailed):
-                raise
-            sentence = f"rank {self.rank}: {_text(error)}"
-            self.heartbeat.report(sentence, 2)
-            if isinstance(error, ValueError | TypeError | OSError):
-                raise RankFailed(sentence) from error
+            if not self._exits:
+                self._fail(error)
             raise
-        finally:
-            self.heartbeat.busy -= 1
 
     def advance(self) -> None:
         """A part of a training step is done; a rank that stays behind for long is lost."""
@@ -158,10 +148,8 @@ class ProcessGroup:
         """Raises `RankFailed` where a rank has failed or is lost; if this group exits, its heartbeat does that."""
         if self._exits:
             return
-        try:
+        with self._naming_the_store():
             failure = self.heartbeat.failure or self.heartbeat.reported()
-        except RuntimeError as error:
-            raise self._store_lost(error) from None
         if failure is not None:
             raise RankFailed(failure.sentence)
 
@@ -179,24 +167,22 @@ class ProcessGroup:
         """The value of every rank, as JSON has it, in the order of the ranks."""
         if self.size == 1:
             return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        return [json.loads(bytes(part.numpy())) for part in self._exchange(_gather_apart, text)]
+        text = torch.frombuffer(bytearray(f"{json.dumps(value)}\n".encode()), dtype=torch.uint8)
+        return [json.loads(line) for line in bytes(self.rows(text).numpy()).splitlines()]
 
     def agree(self, **tensors: Tensor | None) -> None:
         """Refuses ranks that have different tensors, before they make a wrong number of them."""
         if self.size == 1:
             return
-        digests = {name: None if t is None else collectives.digest(t).tolist() for name, t in tensors.items()}
-        first, *others = self.values(digests)
-        for rank, other in enumerate(others, 1):
-            for name in first:
-                if other.get(name) != first[name]:
-                    raise RankFailed(f"{name} must be the same on all ranks; rank {rank} has others than rank 0")
+        digests = self.values({name: t if t is None else collectives.digest(t).tolist() for name, t in tensors.items()})
+        for rank, name in ((rank, name) for rank in range(self.size) for name in digests[0]):
+            if digests[rank].get(name) != digests[0][name]:
+                raise RankFailed(f"{name} must be the same on all ranks; rank {rank} has others than rank 0")
 
     def propose(self, stop: int, save: bool) -> None:
         """Begins to ask all ranks whether to stop (a signal's number) or to save (rank 0 decides); see `decision`."""
         flags = torch.tensor([stop, int(save and self.first)])
-        handle = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True) if self.size > 1 else None
+        handle = dist.all_reduce(flags, dist.ReduceOp.MAX, self.world, async_op=True) if self.size > 1 else None
         self._proposal = flags, handle
 
     def decision(self) -> tuple[int, bool]:
@@ -238,22 +224,28 @@ class ProcessGroup:
                 raise
             self.heartbeat.await_failure(exchange_failed=True)  # so that the lost rank is named
             self.check()
-            raise RankFailed(f"rank {self.rank}: the exchange failed ({_text(error)})") from None
+            raise RankFailed(f"rank {self.rank}: the exchange failed ({one_line(error)})") from None
 
     def count(self, name: str, number: int) -> int:
         """Adds to a count that all ranks see, and returns it."""
-        try:
+        with self._naming_the_store():
             return int(self._store.add(name, number))
+
+    @contextmanager
+    def _naming_the_store(self) -> Iterator[None]:
+        """It lives in the launcher, or in rank 0."""
+        try:
+            yield
         except RuntimeError as error:
             if self._exits:
                 raise
-            raise self._store_lost(error) from None
-
-    def _store_lost(self, error: RuntimeError) -> RankFailed:
-        """The store lives in the launcher, or in rank 0."""
-        return RankFailed(f"rank {self.rank} of {self.size} has lost the launcher, or rank 0 ({_text(error)})")
+            lost = f"rank {self.rank} of {self.size} has lost the launcher, or rank 0 ({one_line(error)})"
+            raise RankFailed(lost) from None
 
     # --- leaving
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessGroup":
+        return self  # of a module that is copied with what it holds
 
     def __enter__(self) -> "ProcessGroup":
         return self
@@ -283,81 +275,15 @@ class ProcessGroup:
     def _fail(self, error: BaseException) -> None:
         """Tells the other ranks of an error of this one, which is raised then; if the group exits, by one rank only."""
         if self._exits:
-            self._end_all(error)
+            end_all(self.heartbeat, error)
         elif isinstance(error, Exception) and not isinstance(error, RankFailed):
-            self.heartbeat.report(f"rank {self.rank}: {_text(error)}", 2)
-
-    def _end_all(self, error: BaseException) -> None:
-        """The error of one rank ends all: the first that has one raises it, the others exit without a word."""
-        code = _exit_code(error)
-        if code == 0:
-            return
-        if isinstance(error, Stopped):  # all ranks have agreed to stop and have saved
-            self.heartbeat.leave()
-            if self.first:
-                return
-            raise SystemExit(code) from None
-        sentence = " ".join(str(error).split()) or type(error).__name__
-        with _ignoring_signals():
-            if isinstance(error, RuntimeError | KeyboardInterrupt):  # perhaps only an echo of another rank's end
-                text = f"{type(error).__name__} {error}"
-                echo = isinstance(error, RuntimeError) and any(word in text for word in _ECHOES)
-                self.heartbeat.await_failure(exchange_failed=echo)
-            if not self.heartbeat.report(sentence, code):
-                self.heartbeat.exit_after(self.heartbeat.reported())
-        kind = OSError if isinstance(error, OSError) else type(error)
-        if kind in (ValueError, TypeError, OSError) or kind is Diverged:
-            raise kind(f"rank {self.rank}: {sentence}") from error
+            sentence = f"rank {self.rank}: {one_line(error)}"
+            self.heartbeat.report(sentence, 2)
+            if isinstance(error, ValueError | TypeError | OSError):
+                raise RankFailed(sentence) from error
 
 
 ALONE = ProcessGroup(alone=True)  # a group of one process, which never waits
-
-
-class _Call:
-    """One `work`: how far all ranks are, and whether all have come to its end."""
-
-    def __init__(self, group: ProcessGroup, what: str, progress: Progress | None, total: int) -> None:
-        group._calls += 1
-        self.group, self.what, self.progress, self.total = group, what, progress, total
-        self.key, self.counted, self.reported_at = str(group._calls), 0, 0.0
-
-    def report(self, done: int, of: int) -> None:
-        """How far this rank is; raises where another has failed meanwhile."""
-        now = time.monotonic()
-        if now - self.reported_at > _REPORT:
-            self.reported_at = now
-            self.group.check()
-            self._count(_PARTS * done // max(of, 1))
-
-    def wait(self) -> None:
-        """Until every rank has come here."""
-        group, count, this, any_call = self.group, self.group.count, f"{self.key}/{self.what}", f"{self.key}/any"
-        self._count(_PARTS)
-        for name in (this, any_call):
-            count(name, 1)
-        pause, shown_at = 0.001, time.monotonic()
-        while count(this, 0) < group.size:
-            group.check()
-            if count(any_call, 0) == group.size and count(this, 0) < group.size:
-                raise RankFailed(
-                    f'ranks must make the same calls in the same order; rank {group.rank} is at "{self.what}"'
-                )
-            if time.monotonic() - shown_at > 1:
-                shown_at = time.monotonic()
-                self._count(_PARTS)
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL)
-        group.check()  # the others may have given up on this rank
-        self._count(_PARTS)
-
-    def _count(self, parts: int) -> None:
-        """Adds what this rank has done since the last time; rank 0 shows the sum."""
-        if not self.total:
-            return
-        added, self.counted = parts - self.counted, parts
-        done = self.group.count(f"{self.key}/done", added)
-        if self.progress is not None and self.group.first:
-            self.progress(min(self.total, self.total * done // (_PARTS * self.group.size)), self.total)
 
 
 def _own_store(kind: str) -> Any:
@@ -369,39 +295,3 @@ def _own_store(kind: str) -> Any:
     number = store.add(f"nearkin/{kind}/{dist.get_rank()}", 1)
     own = store.clone() if hasattr(store, "clone") else store
     return getattr(dist, "PrefixStore")(f"nearkin/{kind}/of/{number}", own)  # noqa: B009 - which torch does not export
-
-
-def _gather_apart(text: Tensor, group: Group) -> tuple[Tensor, ...]:
-    counts = collectives.counts(text, group)
-    return torch.split(collectives.gather(text, group, counts), list(counts))
-
-
-@contextmanager
-def _ignoring_signals() -> Iterator[None]:
-    """torchrun asks all ranks to end when one has, which they do soon enough."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _exit_code(error: BaseException) -> int:
-    """The exit code with which a rank ends: as the command line has them."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else RANK_LOST
-    if isinstance(error, KeyboardInterrupt):
-        return 143 if isinstance(error, Terminated) else 130
-    if isinstance(error, Stopped):
-        return 128 + error.number
-    return 3 if isinstance(error, Diverged) else 2 if isinstance(error, ValueError | TypeError | OSError) else 1
-
-
-def _text(error: BaseException) -> str:
-    """One line; with the class of the error where it is not bad input."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError | TypeError | OSError) and text else f"{type(error).__name__} {text}"

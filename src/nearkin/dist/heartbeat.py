@@ -1,9 +1,10 @@
 """The heartbeat: a thread in every process that shows the others it is alive, and notices when one of them is not.
 
-A rank that was killed is noticed by its missing process (on the same machine, at once) or by its silence; one that was
-stopped, by its silence; one that hangs, by its progress, which stays behind. What happens then is the group's choice.
-If it raises, the failure is kept for the main thread to raise. If it exits, this thread ends the process with exit code
-4, because the main thread may hang in an exchange; one rank prints which rank was lost.
+One rule: a rank is lost when what it shows stands still. A beat may do so for `patience` seconds, and not at all if the
+process is gone (known of the same machine only); progress for longer, and only while others are ahead and wait. What
+happens then is the group's choice. If it raises, the failure is kept for the main thread to raise. If it exits, this
+thread ends the process with exit code 4, because the main thread may hang in an exchange; one rank prints which rank
+was lost.
 """
 
 import json
@@ -23,6 +24,7 @@ __all__ = ["RANK_LOST", "Failure", "Heartbeat", "seconds_of_patience"]
 
 RANK_LOST = 4  # exit code: another rank is lost
 _INTERVAL = 0.5  # seconds between two beats
+_WAIT = 4.0  # seconds without progress after which a rank takes itself for waiting
 _MAX_LAG = 40.0  # seconds that a training step of one rank may take longer than that of another
 _WATCHED = 8  # ranks that each rank watches
 
@@ -46,9 +48,12 @@ class Failure(NamedTuple):
     code: int
 
 
-class _Address(NamedTuple):
-    """Where a rank runs; process numbers may be reused, so its start belongs to it."""
+class _Beat(NamedTuple):
+    """What a rank shows. Process numbers may be reused, so the start of the process belongs to it."""
 
+    number: int = 0
+    progress: int = 0
+    left: bool = False
     machine: str = ""
     process: int = 0
     started: int = 0
@@ -62,29 +67,24 @@ class Heartbeat:
 
     def __init__(self, rank: int, size: int, store: Any, patience: float, exits: bool) -> None:
         self.rank, self.size, self.patience, self.exits = rank, size, patience, exits
-        self.progress = 0  # grows with every part of a training step
-        self.busy = 0  # > 0: in a part that may take any time
+        self.progress = 0  # grows with every part of a training step, and with every call that all have ended
         self.failure: Failure | None = None  # of another rank
         # The next few are enough: those before a lost rank notice, and tell all.
         self._watched = [(rank + place) % size for place in range(1, min(size, _WATCHED + 1))]
-        self._beats: dict[int, tuple[str, float]] = {}  # of each rank: its last beat, and when it was new
-        self._advances: dict[int, tuple[int, float]] = {}  # its progress, and since when
-        self._addresses: dict[int, _Address] = {}
-        self._exchange_failed_at = 0.0  # when an exchange of this rank failed
-        self._count, self._left, self._looked_at = 0, False, time.monotonic()
-        self._store = store
+        self._shown: dict[tuple[int, str], tuple[int, float]] = {}  # what each rank has shown last, and since when
+        self._beats: dict[int, _Beat] = {}  # the last of each
+        self._own = _Beat(0, 0, False, _machine(), os.getpid(), started_at(os.getpid()))
+        self._looked_at, self._store = time.monotonic(), store
         self._stopped = threading.Event()
-        self._lock = threading.Lock()  # the store's connection takes one request at a time
+        self._lock = threading.RLock()  # the store's connection takes one request at a time
         self._thread = threading.Thread(target=self._run, name="nearkin-heartbeat", daemon=True)
 
-    def start(self, seconds: float | None = None) -> None:
+    def start(self, seconds: float | None) -> None:
         """Waits until all watched ranks have started theirs, at most so many seconds or as long as the store waits."""
-        self._store.set(f"address/{self.rank}", json.dumps(_Address(_machine(), os.getpid(), started_at(os.getpid()))))
         self._beat()
-        keys = [f"{key}/{rank}" for rank in self._watched for key in ("address", "beat")]
+        keys = [f"beat/{rank}" for rank in self._watched]
         self._store.wait(keys) if seconds is None else self._store.wait(keys, timedelta(seconds=seconds))
-        for rank in self._watched:
-            self._addresses[rank] = _Address(*json.loads(self._store.get(f"address/{rank}")))
+        self._read()
         self._thread.start()
 
     def absent(self) -> list[int]:
@@ -94,8 +94,7 @@ class Heartbeat:
     def leave(self) -> None:
         """This rank has finished; the others do not wait for its beats any more."""
         with self._lock:
-            self._left = True
-            self._beat()
+            self._beat(left=True)
 
     def stop(self) -> None:
         """No more beats. Without `leave` before it, the others take this rank for lost."""
@@ -112,15 +111,20 @@ class Heartbeat:
     def reported(self) -> Failure | None:
         """What another rank has reported, if any."""
         with self._lock:
-            return self._reported()
+            if not self._store.check(["failure"]):
+                return None
+            sentence, code, rank = json.loads(self._store.get("failure"))
+        return None if rank == self.rank else Failure(sentence, code)
 
     def await_failure(self, exchange_failed: bool) -> None:
         """Looks for the failure of another rank, of which an error here may be an echo; exits, or sets `failure`.
 
-        exchange_failed: another rank must have failed, so there is time to find out which.
+        exchange_failed: another rank must have failed, so there is time to find out which; one that has not come to
+        the exchange stays behind this one.
         """
-        self._exchange_failed_at = time.monotonic() if exchange_failed else 0.0
-        end = time.monotonic() + (self.patience + 10 * _INTERVAL if exchange_failed else 2 * _INTERVAL)
+        self.progress += exchange_failed and self.exits
+        patience = self._max_lag if self.exits else self.patience
+        end = time.monotonic() + (patience + 10 * _INTERVAL if exchange_failed else 2 * _INTERVAL)
         while True:
             self._look()
             if time.monotonic() >= end or self.failure is not None:
@@ -130,7 +134,10 @@ class Heartbeat:
     def exit_after(self, failure: Failure | None) -> None:
         """Exits a moment after the rank that has reported: as soon as one has ended, torchrun ends all."""
         time.sleep(2 * _INTERVAL)
-        _exit(failure)
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(RANK_LOST if failure is None else failure.code)  # at once: the main thread may hang in an exchange
 
     def _run(self) -> None:
         while not self._stopped.wait(_INTERVAL):
@@ -141,102 +148,95 @@ class Heartbeat:
         with self._lock:
             try:
                 self._beat()
-                failure = self._reported()
-                lost = None if failure is not None or self._left or self.failure else self._lost_rank()
+                failure = self.reported()
+                lost = None if failure is not None or self._own.left or self.failure else self._lost_rank()
             except Exception:
-                if self._stopped.is_set() or self._left:
+                if self._stopped.is_set() or self._own.left:
                     return
                 failure, lost = None, self._lost_store()
-        if failure is not None and not self._left:
-            self.failure = failure
-            if self.exits:
-                self.exit_after(failure)
-        if lost is not None:
-            self._lose(*lost)
+            if failure is not None and not self._own.left:
+                self.failure = failure
+                if self.exits:
+                    self.exit_after(failure)
+            if lost is not None:
+                self._lose(*lost)
 
     def _lose(self, rank: int, reason: str) -> None:
-        address = self._addresses.get(rank, _Address())
-        where = f" (process {address.process} on {address.machine.split()[0]})" if address.machine else ""
+        at = self._beats.get(rank, _Beat())
+        where = f" (process {at.process} on {at.machine.split()[0]})" if at.machine else ""
         sentence = f"rank {rank}{where} {reason}" if rank >= 0 else reason
         sentence += "; all ranks end, and what was saved stays" if self.exits else ""
-        first = self.report(sentence, RANK_LOST)
+        failure, first = Failure(sentence, RANK_LOST), self.report(sentence, RANK_LOST)
         if not self.exits:
-            self.failure = (None if first else self.reported()) or Failure(sentence, RANK_LOST)
+            self.failure = (None if first else self.reported()) or failure
             return
         if first:
             sys.stderr.write(f"rank {self.rank}: {sentence}\n")
-        _kill(address)
-        _exit(Failure(sentence, RANK_LOST))
+        _kill(at)
+        self.exit_after(failure)
 
-    def _beat(self) -> None:
-        self._count += 1
-        state = "left" if self._left else "broken" if self._exchange_failed_at else "busy" if self.busy else "on"
-        self._store.set(f"beat/{self.rank}", f"{self._count} {self.progress} {state}")
+    def _beat(self, left: bool = False) -> None:
+        self._own = self._own._replace(number=self._own.number + 1, progress=self.progress, left=self._own.left or left)
+        self._store.set(f"beat/{self.rank}", json.dumps(self._own))
 
-    def _reported(self) -> Failure | None:
-        if not self._store.check(["failure"]):
-            return None
-        sentence, code, rank = json.loads(self._store.get("failure"))
-        return None if rank == self.rank else Failure(sentence, code)
+    def _read(self) -> None:
+        self._beats = {rank: _Beat(*json.loads(self._store.get(f"beat/{rank}"))) for rank in self._watched}
 
     def _lost_rank(self) -> tuple[int, str] | None:
         """The rank that is lost, if one is, and how that shows."""
-        dead = [rank for rank, at in self._addresses.items() if not _lives(at)]  # first: a farewell comes before
+        dead = [rank for rank, beat in self._beats.items() if not _lives(beat)]  # first: a farewell comes before
         now = time.monotonic()
         if now - self._looked_at > 4 * _INTERVAL:  # this process was stopped or starved, and has missed beats
-            self._beats, self._advances = {}, {}
+            self._shown = {}
         self._looked_at = now
-        for rank in self._addresses:
-            beat = self._store.get(f"beat/{rank}").decode()
-            _, progress, state = beat.split()
-            if self._beats.get(rank, ("", 0.0))[0] != beat:
-                self._beats[rank] = beat, now
-            if self._advances.get(rank, (-1, 0.0))[0] != int(progress) or state == "busy" or self.busy:
-                self._advances[rank] = int(progress), now
-            if state == "left":
+        self._read()
+        waits = self._still(self.rank, "progress", self.progress) > _WAIT
+        last = self.progress, 0.0, self.rank
+        for rank, beat in self._beats.items():
+            silent = self._still(rank, "number", beat.number)
+            still = self._still(rank, "progress", beat.progress)
+            if beat.left:
                 continue
-            if rank in dead:
-                if self._store.check(["failure"]):  # it has reported why
-                    return None
-                return rank, "was killed or died"
-            silent, still = now - self._beats[rank][1], now - self._advances[rank][1]
+            if rank in dead:  # perhaps it has reported why
+                return None if self._store.check(["failure"]) else (rank, "was killed or died")
             if silent > self.patience:
                 return rank, f"gave no sign of life for {silent:.0f} s"
-            behind = int(progress) < self.progress and still > max(_MAX_LAG, 2 * self.patience)
-            since = self._exchange_failed_at  # a rank that is on, but not in this exchange, has made it fail
-            absent = self.exits and state == "on" and since and now - since > 8 * _INTERVAL
-            if behind or absent:
-                return rank, f"has not moved for {still:.0f} s while others wait for it"
+            last = min(last, (beat.progress, -still, rank))
+        progress, still, rank = last[0], -last[1], last[2]  # one that is only late has come further than one that hangs
+        if progress < self.progress and waits and still > self._max_lag:
+            return rank, f"has not moved for {still:.0f} s while others wait for it"
         return None
 
     def _lost_store(self) -> tuple[int, str]:
         """Which rank is lost with the store: the one that served it, or torchrun."""
         for _ in range(10):  # a process takes a moment to die
-            for rank, address in self._addresses.items():
-                if not _lives(address):
+            for rank, beat in self._beats.items():
+                if not _lives(beat):
                     return rank, "was killed or died"
             time.sleep(_INTERVAL / 5)
         return -1, "the store in which the ranks meet is gone: torchrun has ended"
 
+    def _still(self, rank: int, what: str, value: int) -> float:
+        """Seconds for which a rank has shown the same."""
+        if self._shown.get((rank, what), (None, 0.0))[0] != value:
+            self._shown[rank, what] = value, self._looked_at
+        return self._looked_at - self._shown[rank, what][1]
 
-def _exit(failure: Failure | None) -> None:
-    """Ends this process at once: its main thread may hang in an exchange."""
-    with suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(failure.code if failure is not None else RANK_LOST)
+    @property
+    def _max_lag(self) -> float:
+        return max(_MAX_LAG, 2 * self.patience)
 
 
-def _lives(address: _Address) -> bool:
+def _lives(beat: _Beat) -> bool:
     """Whether its process exists; of one on another machine only its silence tells."""
-    return address.machine != _machine() or started_at(address.process) == address.started
+    return beat.machine != _machine() or started_at(beat.process) == beat.started
 
 
-def _kill(address: _Address) -> None:
+def _kill(beat: _Beat) -> None:
     """Ends a rank of this machine that would hang on; it is the same process that joined."""
-    if address.machine == _machine() and address.started and started_at(address.process) == address.started:
+    if beat.machine == _machine() and beat.started and _lives(beat):
         with suppress(OSError):
-            os.kill(address.process, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
+            os.kill(beat.process, getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has no SIGKILL
 
 
 def _machine() -> str:

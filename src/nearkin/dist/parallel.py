@@ -45,7 +45,11 @@ class Parallel:
             buffers = "forward_sync_buffers" if "forward_sync_buffers" in supported else "broadcast_buffers"
             options: dict[str, Any] = {buffers: False}  # `average_norms` keeps them equal
             self.wrapped = nn.parallel.DistributedDataParallel(
-                self.encoder, gradient_as_bucket_view=True, find_unused_parameters=self.unused, **options
+                self.encoder,
+                process_group=self.group.world,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=self.unused,
+                **options,
             )
 
     def __call__(self, batch: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ class Parallel:
             yield
 
 
-def shard(encoder: Module, device: torch.device) -> Module:
+def shard(encoder: Module, device: torch.device, group: ProcessGroup) -> Module:
     """Shards the weights over the ranks, each block of layers by itself, so that one is complete at a time.
 
     Returns an unsharded copy, to be filled with complete weights for evaluation and saving.
@@ -79,7 +83,7 @@ def shard(encoder: Module, device: torch.device) -> Module:
     if device.type == "cpu" and not shards_on_cpu():
         raise ValueError(f"training.strategy=fsdp needs torch 2.7 or newer on a CPU, got {torch.__version__}")
     plain = copy.deepcopy(encoder).requires_grad_(False)
-    mesh = init_device_mesh(device.type, (collectives.size(),))
+    mesh = init_device_mesh(device.type, (group.size,))
     for block in list(_blocks(encoder)):
         fully_shard(block, mesh=mesh)
     fully_shard(encoder, mesh=mesh)
@@ -111,7 +115,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def global_norm(parameters: list[Tensor]) -> Tensor:
+def global_norm(parameters: list[Tensor], group: ProcessGroup) -> Tensor:
     """The norm of the gradient of all parameters together, sharded ones included."""
     replicated = [_local(p.grad) for p in parameters if p.grad is not None and not _is_sharded(p)]
     sharded = [_local(p.grad) for p in parameters if p.grad is not None and _is_sharded(p)]
@@ -119,7 +123,7 @@ def global_norm(parameters: list[Tensor]) -> Tensor:
     if not any(_is_sharded(p) for p in parameters):
         return norm
     squares = nn.utils.get_total_norm(sharded).square() if sharded else torch.zeros_like(norm)
-    return (norm.to(squares).square() + collectives.total(squares)).sqrt()
+    return (norm.to(squares).square() + collectives.total(squares, group.world)).sqrt()
 
 
 @torch.no_grad()
@@ -133,13 +137,13 @@ def clip(parameters: list[Tensor], most: float, norm: Tensor) -> None:
 
 
 @torch.no_grad()
-def average_norms(encoder: nn.Module) -> None:
+def average_norms(encoder: nn.Module, group: ProcessGroup) -> None:
     """Averages the running statistics of batch norm over ranks: each has seen its own part of the batch."""
     norms = [part for part in encoder.modules() if isinstance(part, _BatchNorm) and part.training]
     buffers = [b for part in norms for b in (part.running_mean, part.running_var) if b is not None]
-    if not buffers or collectives.size() == 1:
+    if not buffers or group.size == 1:
         return
-    flat = collectives.total(torch.cat([b.flatten() for b in buffers])) / collectives.size()
+    flat = collectives.total(torch.cat([b.flatten() for b in buffers]), group.world) / group.size
     for buffer, mean in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))
 
@@ -147,10 +151,14 @@ def average_norms(encoder: nn.Module) -> None:
 class Scaler(torch.amp.GradScaler):
     """A gradient scaler that skips a step on every rank when the gradient of one is not finite."""
 
+    def __init__(self, device: str, *, group: ProcessGroup, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.group = group
+
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._enabled:
             return
         super().unscale_(optimizer)
         flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for flag in flags.values():
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self.group.world)

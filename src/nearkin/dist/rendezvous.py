@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,60 +83,53 @@ def _meet(seconds: float) -> tuple[Any, int, int]:
     """A store that only the processes of this start share, this one's rank, and how many there are."""
     rendezvous: Any = dist.rendezvous  # type: ignore[attr-defined]
     shared, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=seconds))))
-    token = _lead(shared, size, seconds) if rank == 0 else _follow(shared, rank, seconds)
-    prefix: Any = dist.distributed_c10d.PrefixStore
-    return prefix(f"nearkin/{token}", shared), rank, size
-
-
-def _lead(store: Any, size: int, seconds: float) -> str:
-    """Rank 0 offers a new token to all that have called, until all of them have confirmed it."""
-    others, end = range(1, size), time.monotonic() + seconds
-    calls: dict[str, str] = {}
-    token = ""
-    while True:
-        now = {str(rank): store.get(f"call/{rank}").decode() for rank in others if store.check([f"call/{rank}"])}
-        if now != calls or not token:
-            calls, token = now, uuid.uuid4().hex
-            store.set("token", json.dumps([token, calls]))
-        silent = [rank for rank in others if not store.check([f"confirmed/{token}/{rank}"])]
-        if not silent:
-            store.set(f"go/{token}", "")
-            return token
+    steps, end = _lead(shared, size) if rank == 0 else _follow(shared, rank), time.monotonic() + seconds
+    for token, missing in steps:
+        if not missing:
+            prefix: Any = dist.distributed_c10d.PrefixStore
+            return prefix(f"nearkin/{token}", shared), rank, size
         if time.monotonic() > end:
-            _give_up(0, f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}", seconds)
+            break
         time.sleep(_POLL)
-
-
-def _follow(store: Any, rank: int, seconds: float) -> str:
-    """Another rank calls, and accepts a token only from a rank 0 that has received this very call."""
-    call, last, end = uuid.uuid4().hex, "", time.monotonic() + seconds
-    store.set(f"call/{rank}", call)
-    while True:
-        if store.check(["token"]):
-            token, calls = json.loads(store.get("token"))
-            if calls.get(str(rank)) == call and token != last:
-                store.set(f"confirmed/{token}/{rank}", "")
-                last = token
-        if last and store.check([f"go/{last}"]):
-            return last
-        if time.monotonic() > end:
-            _give_up(rank, "rank 0 or another" if last else "rank 0", seconds)
-        time.sleep(_POLL)
-
-
-def _give_up(rank: int, missing: str, seconds: float) -> NoReturn:
     raise ValueError(
         f"rank {rank}: {missing} did not come within {seconds:.0f} s; a longer NEARKIN_RANK_TIMEOUT, of which this is "
         f"1.4 times, gives it more time"
     )
 
 
+def _lead(store: Any, size: int) -> Iterator[tuple[str, str]]:
+    """Rank 0 offers a new token to all that have called, until all of them have confirmed it."""
+    calls: dict[str, str] | None = None
+    token, others = "", range(1, size)
+    while True:
+        now = {str(rank): store.get(f"call/{rank}").decode() for rank in others if store.check([f"call/{rank}"])}
+        if now != calls:
+            calls, token = now, uuid.uuid4().hex
+            store.set("token", json.dumps([token, calls]))
+        silent = [str(rank) for rank in others if not store.check([f"confirmed/{token}/{rank}"])]
+        if not silent:
+            store.set(f"go/{token}", "")
+        yield token, f"rank{'s' * (len(silent) > 1)} {', '.join(silent)}" if silent else ""
+
+
+def _follow(store: Any, rank: int) -> Iterator[tuple[str, str]]:
+    """Another rank calls, and accepts a token only from a rank 0 that has received this very call."""
+    call, last = uuid.uuid4().hex, ""
+    store.set(f"call/{rank}", call)
+    while True:
+        token, calls = json.loads(store.get("token")) if store.check(["token"]) else ("", {})
+        if calls.get(str(rank)) == call and token != last:
+            store.set(f"confirmed/{token}/{rank}", "")
+            last = token
+        goes = last and store.check([f"go/{last}"])
+        yield last, "" if goes else "rank 0 or another" if last else "rank 0"
+
+
 @cache
 def code_versions() -> dict[str, str]:
     """The versions that this rank runs, and a digest of nearkin's own source."""
-    versions = {
-        name: version_of(name).partition("+")[0] for name in ("nearkin", "torch", "numpy", "safetensors")
-    }  # without "+cpu", "+cu128"
+    names = "nearkin", "torch", "numpy", "safetensors"
+    versions = {name: version_of(name).partition("+")[0] for name in names}  # without "+cpu", "+cu128"
     versions["Python"] = ".".join(platform.python_version_tuple()[:2])
     home, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(home.rglob("*.py"), key=lambda path: path.relative_to(home).as_posix()):
@@ -151,9 +144,7 @@ def difference(all_ranks: list[Any]) -> str | None:
     for rank, other in enumerate(all_ranks):
         if other == first:
             continue
-        if not isinstance(other, dict) or not isinstance(
-            first, dict
-        ):  # of a version that exchanges something else here
+        if not isinstance(other, dict) or not isinstance(first, dict):  # of a version that exchanges something else
             return f"all ranks must run the same version of nearkin; rank {rank} runs another one than rank 0"
         what = next(name for name in (*first, *other) if first.get(name) != other.get(name))
         return (

@@ -9,6 +9,7 @@ from nearkin.losses.angular import (
     CosFaceLoss,
     SphereFaceLoss,
     arcface_loss,
+    class_margins,
     cosface_loss,
     sphereface_loss,
 )
@@ -149,6 +150,7 @@ __all__ = [
     "center_loss",
     "center_update",
     "circle_loss",
+    "class_margins",
     "contrastive_loss",
     "cosface_loss",
     "facility_location",
@@ -177,6 +179,7 @@ __all__ = [
     "triplet_loss",
     "vicreg_loss",
 ]
+
 
 def __dir__() -> list[str]:
     return __all__

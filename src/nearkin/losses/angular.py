@@ -3,6 +3,7 @@
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ __all__ = [
     "CosFaceLoss",
     "SphereFaceLoss",
     "arcface_loss",
+    "class_margins",
     "cosface_loss",
     "sphereface_loss",
     "turned",
@@ -30,6 +32,29 @@ def turned(cos: Tensor, sin: Tensor, margin: float | Tensor) -> Tensor:
     """cos(θ + m), and beyond π - m, where it would rise again, cos θ - m sin m."""
     along, across = (margin.cos(), margin.sin()) if isinstance(margin, Tensor) else (math.cos(margin), math.sin(margin))
     return torch.where(cos > -along, cos * along - sin * across, cos - margin * across)
+
+
+def class_margins(counts: Tensor, *, rare: float = 0.5, common: float = 0.05, power: float = 0.25) -> Tensor:
+    """A margin of angle per class, (C,), larger for the rarer ones: m_c = rare · n_c^(-power) + common.
+
+    counts (C,): the training items n_c of each class, at least 1; `torch.bincount(labels)` counts them. For
+    `ArcFaceLoss(margin=)`. Ha et al. 2020, arXiv:2010.05350, whose a 0.5, b 0.05 and λ 1/4 these are.
+    """
+    for name, value in (("rare", rare), ("common", common), ("power", power)):
+        checks.at_least(name, value, 0)
+    checks.angle("rare + common", rare + common)
+    if not isinstance(counts, Tensor) or counts.dim() != 1 or bool((counts < 1).any()):
+        raise ValueError(f"counts must be a tensor (C,) of whole numbers >= 1, one per class, got {counts!r}")
+    return rare * counts.to(torch.get_default_dtype()) ** -power + common
+
+
+def _angles(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        checks.angle(name, value)
+    elif value.dim() != 1 or not value.is_floating_point():
+        raise ValueError(f"{name} must be an angle, or a tensor (C,) of them, got {value.dtype} {tuple(value.shape)}")
+    elif checks.reads_values(value) and bool(((value < 0) | (value >= math.pi) | value.isnan()).any()):
+        raise ValueError(f"{name} must be angles in [0, π) radians, got {value}")
 
 
 class CosFaceLoss(ClassLoss):
@@ -66,12 +91,12 @@ class ArcFaceLoss(ClassLoss):
     2020.
     """
 
-    margin: float = setting(
+    margin: float | Tensor = setting(
         default=0.5,
-        rule=checks.angle,
+        rule=lambda name, value: _angles(name, value),
         kw_only=False,
         search=Range(0.05, 0.6),
-        text="m, a margin of angle in radians; 0.5: the paper's",
+        text="m, a margin of angle in radians, or one per class, (C,), as of `class_margins`; 0.5: the paper's",
     )
     scale: float = setting(
         default=64.0, above=0, kw_only=False, search=SCALES, text="s, what cosines are multiplied by; 64: the paper's"
@@ -87,8 +112,20 @@ class ArcFaceLoss(ClassLoss):
     def per_class(self) -> int:  # type: ignore[override]
         return self.sub_centers
 
+    def make(self) -> None:
+        super().make()
+        if isinstance(self.margin, Tensor):  # a buffer: it goes where the loss goes
+            margins = self.__dict__.pop("margin").detach().clone()
+            if len(margins) != self.num_classes:
+                raise ValueError(f"margin must have one entry per class: {self.num_classes}, got {len(margins)}")
+            self.register_buffer("margin", margins)
+
     def own(self, own: Own) -> Tensor:
-        target = turned(own.cos, own.sin, self.margin)
+        margin = self.margin
+        if isinstance(margin, Tensor):
+            labels = own.call.given["labels"].clamp(0, len(margin) - 1).long()
+            margin = margin.to(own.cos.dtype).index_select(0, labels)  # (B,)
+        target = turned(own.cos, own.sin, margin)
         if self.straight_through:
             straight = own.cos + (target - own.cos).detach()
             target = differentiable_once(straight, "ArcFaceLoss(straight_through=True)")
@@ -109,7 +146,6 @@ class SphereFaceLoss(ClassLoss):
 
     reads_length = True
     unit_anchors = False
-    steps: Tensor
 
     def _annealing(self) -> Tensor:
         """The present λ."""
@@ -121,7 +157,9 @@ class SphereFaceLoss(ClassLoss):
     margin: int = setting(
         default=4, whole=True, kw_only=False, search=Choices((2, 3, 4)), text="m, an integer; 4: the paper's"
     )
-    start: float = setting(default=1000.0, at_least=0, only="class", text="λ at the first step; 1000: the released code's")
+    start: float = setting(
+        default=1000.0, at_least=0, only="class", text="λ at the first step; 1000: the released code's"
+    )
     decay: float = setting(
         default=0.12, at_least=0, only="class", text="how fast λ falls with the steps; 0.12: the released code's"
     )
@@ -138,12 +176,12 @@ class SphereFaceLoss(ClassLoss):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def prepare(self, call: ClassCall) -> None:
-        call.given["annealing"] = self.annealing
+        call.given |= {"annealing": self.annealing}
 
     def own(self, own: Own) -> Tensor:
         length = own.length
         cos = own.cos / length.clamp(min=torch.finfo(length.dtype).tiny)  # of |x| cos θ
-        share = own.call.given["annealing"]  # of the plain cosine
+        share: Tensor = own.call.given["annealing"]  # of the plain cosine
         return length * (share * cos + angles.psi(cos, self.margin)) / (1 + share)
 
     def learn(self, call: ClassCall) -> None:

@@ -23,14 +23,15 @@ class CenterLoss(ClassLoss):
     l_i = -log softmax_y(W x_i + b) + λ/2 |x_i - c_y|²,   λ = `center_weight`
 
     W (C, D) and b (C,) are learned; the centres (C, D), a buffer, get no gradient: each training step moves them by
-    `center_update`. Both terms are reduced alike. All else as in `NormalizedSoftmaxLoss`.
+    `center_update`. They begin at 0, to which they draw the embeddings at first, or with start="first" at the mean of
+    the class's items in the first batch that has any. Both terms are reduced alike. All else as in
+    `NormalizedSoftmaxLoss`.
     Wen et al. 2016, eq. 5; λ 0.003 and α 0.5 from there (the released code: λ 0.008).
     """
 
-    kernel = None  # it knows no biases
+    kernel = None  # type: ignore[assignment]  # it knows no biases
     tensors = ("weight", "bias", "centers")
     unit_anchors = unit_weights = False
-    centers: Tensor
 
     center_weight: float = setting(
         default=0.003,
@@ -44,11 +45,23 @@ class CenterLoss(ClassLoss):
         default=0.5, at_least=0, kw_only=False, only="class", text="α, how fast the centres move; 0.5: the paper's"
     )
 
+    start: str = setting(
+        default="zeros",
+        choices=("zeros", "first"),
+        fixed=True,
+        only="class",
+        text='where a centre begins: "zeros", the paper\'s; "first": at the mean of the class\'s first items',
+    )
+
     def make(self) -> None:
         super().make()
         self.bias = nn.Parameter(torch.zeros(len(self.weight)))
         self.register_buffer("centers", torch.zeros_like(self.weight, requires_grad=False))
-        class_shards.register(self, weight=1, bias=1, centers=1)
+        shares = {"weight": 1, "bias": 1, "centers": 1}
+        if self.start == "first":
+            self.register_buffer("seen", torch.zeros(len(self.weight), dtype=torch.bool))
+            shares["seen"] = 1
+        class_shards.register(self, **shares)
 
     def value(self, call: ClassCall) -> Tensor:
         rivals = call.rivals()
@@ -68,6 +81,18 @@ class CenterLoss(ClassLoss):
     def prepare(self, call: ClassCall) -> None:
         if self.training:
             refuse_transforms("CenterLoss")
+        if self.training and self.start == "first":
+            self._begin(call)
+
+    @torch.no_grad()
+    def _begin(self, call: ClassCall) -> None:
+        """Puts the centres of classes that are met for the first time in the middle of their items."""
+        total, number = _sums(call.embeddings, call.given["labels"], self.centers, call.given["shard"])
+        first = (number > 0) & ~self.seen
+        self.centers = torch.where(first[:, None], total / number.clamp(min=1)[:, None], self.centers)
+        self.seen = self.seen | first
+        call.tensors = {**call.tensors, "centers": self.centers}
+        class_shards.mark(self)
 
     def learn(self, call: ClassCall) -> None:
         task = (call.embeddings, call.given["labels"], self.centers)
@@ -86,27 +111,26 @@ class CenterLoss(ClassLoss):
 
 @torch.no_grad()
 def center_update(
-    embeddings: Tensor,
-    labels: Tensor,
-    centers: Tensor,
-    *,
-    alpha: float = 0.5,
-    shard: Shard | None = None,
+    embeddings: Tensor, labels: Tensor, centers: Tensor, *, alpha: float = 0.5, shard: Shard | None = None
 ) -> Tensor:
     r"""The centres after one step: c_j - α Σ_{i of j} (c_j - x_i) / (1 + n_j).
 
     Not the gradient: it knows no λ, is divided by 1 + n_j, and has its own rate. Rows with NaN or Inf do not count.
     Wen et al. 2016, eq. 4; α 0.5 from there.
     """
+    total, number = _sums(embeddings, labels, centers, shard)
+    return centers + alpha * (total - number[:, None] * centers) / (1 + number)[:, None]
+
+
+def _sums(embeddings: Tensor, labels: Tensor, centers: Tensor, shard: Shard | None) -> tuple[Tensor, Tensor]:
+    """The sum of each class's items of the batch, (C, D), and their number, (C,)."""
     ids, known, _ = class_shards.local_ids(embeddings, labels, centers, shard)
     known = known & (labels < (shard.total if shard else centers.shape[0])) & (labels >= 0) & (ids < centers.shape[0])
     ids = class_shards.clamped(shard, ids)
     x = distances.upcast(embeddings).to(centers.dtype)
     known = known & ~reduce.any_in_row(~(x.isfinite() & embeddings.isfinite()))
-    towards = torch.where(known[:, None], x - centers[ids], 0.0)
-    step = torch.zeros_like(centers).index_add_(0, ids, towards)
-    number = torch.zeros_like(centers[:, 0]).index_add_(0, ids, known.to(centers.dtype))
-    return centers + alpha * step / (1 + number)[:, None]
+    total = torch.zeros_like(centers).index_add_(0, ids, torch.where(known[:, None], x, 0.0))
+    return total, torch.zeros_like(centers[:, 0]).index_add_(0, ids, known.to(centers.dtype))
 
 
 center_loss = function_of(CenterLoss, "center_loss")

@@ -7,17 +7,18 @@ classes are made whole (`core/class_scores.py`), or in blocks of classes under `
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, ClassVar, Concatenate, ParamSpec
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nearkin import kernels
 from nearkin.core import angles, checks, class_blocks, class_scores, distances, reduce
-from nearkin.core.autograd import device_type
+from nearkin.core.autograd import full_precision
 from nearkin.core.class_blocks import Form
 from nearkin.core.class_scores import Rivals
 from nearkin.core.labels import Labels
@@ -27,7 +28,6 @@ from nearkin.losses.settings import Loss, Range, setting
 
 __all__ = ["LEARNED", "ClassCall", "ClassLoss", "Own", "function_of"]
 
-P = ParamSpec("P")
 LEARNED = Range(1.0, 100.0, log=True)  # how much faster than the encoder class weights learn
 
 
@@ -52,7 +52,8 @@ class ClassCall:
         shard: Shard | None = None,
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.loss, self.embeddings, self.labels, self.shard, self.given = loss, embeddings, labels, shard, given
+        self.loss, self.embeddings, self.shard, self.given = loss, embeddings, shard, dict(given)
+        self.labels: Any = labels
         self.weight, self.bias, self.tensors = tensors["weight"], tensors.get("bias"), tensors
         if loss.by_relation:
             checks.rows("embeddings", embeddings)
@@ -137,22 +138,21 @@ class ClassCall:
         products = class_scores.cosines(x, rows, form.centers)  # (B, K, C)
         if bias is not None:
             products = products + bias.view(-1, form.centers).T
-        scores, index = class_scores.of_classes(products, form.several, form.temperature)
+        scores = class_scores.of_classes(products, form.several, form.temperature)
         rivals = class_scores.rivals(scores, self.ids, scale, some=self.shard is not None)
-        if form.several == "sum":  # of the own class's the nearest counts alone
-            column = local[:, None, None].expand(-1, form.centers, 1)
-            return rivals._replace(own=products.gather(2, column).squeeze(2).max(1).values)
-        if index is not None:
-            best = index.gather(1, local[:, None]).squeeze(1)
-            self.own_row = lambda: rows.index_select(0, local * form.centers + best)
-        return rivals
+        if form.several == "soft":
+            return rivals
+        column = local[:, None, None].expand(-1, form.centers, 1)
+        own = products.gather(2, column).squeeze(2).max(1)  # of the own class's the nearest
+        self.own_row = lambda: rows.index_select(0, local * form.centers + own.indices)
+        return rivals if form.several == "max" else rivals._replace(own=own.values)
 
     def _blocks(self, scale: float | Tensor, form: Form, run: int) -> Rivals:
         x = self.anchors.to(torch.promote_types(self.anchors.dtype, self.weight.dtype))
         picks = class_blocks.own_rows(scale * x, self.weight, self.ids, form)
         passed = form
         if form.several == "soft":  # of cosines that have been scaled
-            passed = form._replace(temperature=form.temperature * scale)
+            passed = form._replace(temperature=form.temperature * scale)  # type: ignore[arg-type]
         peak, rest, own, weights_taint = self._scanned(scale * x, picks, passed, run)
         self.taint = weights_taint + reduce.taint(self.bias)
         own = own.flatten(0, 1)
@@ -217,7 +217,20 @@ class Own:
         return angles.sine(self.cos, self.call.anchors, self.call.own_row())
 
 
-class ClassLoss(Loss):
+class Kept:
+    """What losses over class weights keep beside their settings."""
+
+    weight: Tensor
+    bias: Tensor
+    centers: Tensor
+    seen: Tensor
+    steps: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    held: Shard | None  # the classes of this process
+
+
+class ClassLoss(Kept, Loss):
     """A loss of anchors over class weights (C·K, D). `own` or `value` is its formula; all else is the engine's."""
 
     search_rate = LEARNED
@@ -226,9 +239,6 @@ class ClassLoss(Loss):
     unit_anchors = unit_weights = True  # whether these are scaled to length 1
     per_class = 1  # K, rows of the weights for each class
     by_relation = False  # labels may be any relation of the items
-
-    weight: Tensor
-    held: Shard | None  # the classes of this process
 
     num_classes: int = setting(
         whole=True, shapes=True, kw_only=False, text="number of classes C; labels are 0..C-1, or -1 for unknown"
@@ -279,7 +289,7 @@ class ClassLoss(Loss):
 
     def fill(self, empty: Tensor) -> Tensor:
         """Class weights as they start: in random directions."""
-        return empty.normal_() / self.dim**0.5
+        return empty.normal_() / math.sqrt(self.dim)
 
     def own(self, own: Own) -> Tensor:
         """The cosine of each anchor's own class with the margin, (B,): a plain function of `Own`'s numbers."""
@@ -305,7 +315,7 @@ class ClassLoss(Loss):
         if rows is not None:
             tensors |= {name: tensors[name].index_select(0, rows) for name in ("weight", "bias") if name in tensors}
         call = ClassCall(self, embeddings, labels, tensors, shard, given)
-        with torch.autocast(device_type(embeddings), enabled=False):
+        with full_precision(embeddings):
             self.prepare(call)
             value = self.value(call)
             if self.training:
@@ -314,16 +324,17 @@ class ClassLoss(Loss):
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """s cos of every class, (B, C), without the margin; of several centres the nearest counts. Differentiable."""
-        return logits.of_cosines(self, embeddings, self.weight, self.scale, self.per_class)
+        scale: Any = getattr(self, "scale", 1.0)
+        return logits.of_cosines(self, embeddings, self.weight, scale, self.per_class)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         was = f"{prefix}{self.weight_was}"
         if was in state_dict:  # of a version before
             state_dict[f"{prefix}weight"] = state_dict.pop(was)
-        super()._load_from_state_dict(state_dict, prefix, *others)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
 
-def function_of(loss: Callable[P, ClassLoss], name: str) -> Callable[Concatenate[Tensor, Labels, P], Tensor]:
+def function_of(loss: type[ClassLoss], name: str) -> Callable[..., Tensor]:
     """The function form of a loss class: the batch, its class weights, then the settings by keyword."""
     make: Any = loss
     own = {key: s for key, s in make.fields.items() if not s.shapes and s.only is None}
@@ -347,7 +358,7 @@ def function_of(loss: Callable[P, ClassLoss], name: str) -> Callable[Concatenate
         others = {key: value for key, value in settings.items() if key not in told and tensors.get(key) is not value}
         kind = make.bare(**others)
         call = ClassCall(kind, embeddings, labels, tensors, shard, given | {"labels": labels, "shard": shard})
-        with torch.autocast(device_type(embeddings), enabled=False):
+        with full_precision(embeddings):
             value: Tensor = kind.value(call)
         return value
 
@@ -362,4 +373,4 @@ def function_of(loss: Callable[P, ClassLoss], name: str) -> Callable[Concatenate
     named.append(inspect.Parameter("shard", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Shard | None))
     function.__signature__ = inspect.Signature([*batch, *named], return_annotation=Tensor)  # type: ignore[attr-defined]
     function.__name__ = function.__qualname__ = name
-    return function  # type: ignore[return-value]
+    return function

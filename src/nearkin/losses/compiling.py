@@ -16,7 +16,8 @@ def compiled_call(loss: Any, how: tuple[Any, ...], options: dict[str, Any]) -> C
     """What calling the loss runs from now on: its `forward`, compiled, while it has no hooks and the compiler works."""
     shown = {name: loss.__dict__.get(name) for name in loss.fields} | dict(loss.settings)
     apart = tuple((name, str(value)) for name, value in shown.items() if not isinstance(value, (float, Tensor)))
-    compiled = torch.compile(MethodType(_own_code(type(loss), apart), loss), *how, **options)
+    kind: Any = type(loss)
+    compiled = torch.compile(MethodType(_own_code(kind, apart), loss), *how, **options)
 
     def call(*arguments: Any, **named: Any) -> Any:
         if loss._forward_hooks or loss._forward_pre_hooks or loss._backward_hooks or loss._backward_pre_hooks:

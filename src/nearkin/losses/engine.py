@@ -99,7 +99,7 @@ class Call:
         references, reference_labels = checks.batch(embeddings, labels, references, reference_labels, loss.graded)
         self.batch = blockwise.Batch(embeddings, labels, references, reference_labels)
         self.loss, self.reduction = loss, loss.reduction
-        self.addend: Tensor | float = 0.0  # NaN where what was promised of the batch does not hold
+        self.addend: Tensor | None = None  # 0, or NaN where what was promised of the batch does not hold
 
     @property
     def max_memory(self) -> int | None:
@@ -161,7 +161,8 @@ class Call:
 
     def taint(self) -> Tensor | float:
         """NaN where the batch or what the loss has learned holds NaN or Inf, else 0."""
-        return reduce.taint(self.batch.embeddings, self.batch.references, *self.loss.parameters()) + self.addend
+        taint = reduce.taint(self.batch.embeddings, self.batch.references, *self.loss.parameters())
+        return taint if self.addend is None else taint + self.addend
 
     def taint_of(self, *tensors: Tensor) -> Tensor | float:
         """The same of other tensors."""

@@ -156,8 +156,8 @@ class ProxyAnchorLoss(ProxyLoss):
 
     lr_scale = 100.0
     weight_was = "proxies"
-    reduction = None  # its terms are those of proxies
-    kernel = None  # whose pass is that of items
+    reduction = None  # type: ignore[assignment]  # its terms are those of proxies
+    kernel = None  # type: ignore[assignment]  # whose pass is that of items
 
     margin: float = setting(default=0.1, kw_only=False, search=Range(0.02, 0.5), text="δ; 0.1: the paper's")
     scale: float = setting(
@@ -180,7 +180,9 @@ class ProxyAnchorLoss(ProxyLoss):
         ids = torch.where(call.known, call.ids, -1)
         if call.fits():
             x, rows = call.rows
-            return class_scores.rivals(class_scores.product(x, rows), ids, self.scale, some=call.shard is not None, by_class=True)
+            return class_scores.rivals(
+                class_scores.product(x, rows), ids, self.scale, some=call.shard is not None, by_class=True
+            )
         x, form = call.anchors.to(torch.promote_types(call.anchors.dtype, call.weight.dtype)), Form(by_class=True)
         task = (self.scale * x, call.weight, None, ids, call.local[:, None], form, self.max_memory)
         peak, rest, own, call.taint = class_blocks.scan(*task)

@@ -6,6 +6,7 @@ Embeddings keep their length: the encoder must not scale them to unit length.
 from __future__ import annotations  # torch 2.6 compiles no function within one whose annotations it evaluates
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +42,8 @@ class AdaFaceLoss(ClassLoss):
 
     reads_length = True
 
-    mean: Tensor | float = setting(default=20.0, tensor=True, only="function", text="of the lengths, or a scalar")
-    std: Tensor | float = setting(default=100.0, tensor=True, only="function", text="of the lengths, or a scalar")
+    mean: Any = setting(default=20.0, tensor=True, only="function", text="of the lengths, or a scalar")
+    std: Any = setting(default=100.0, tensor=True, only="function", text="of the lengths, or a scalar")
     margin: float = setting(
         default=0.4,
         rule=checks.angle,

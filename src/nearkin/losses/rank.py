@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import checks, distances
-from nearkin.core.autograd import device_type, recomputed
+from nearkin.core.autograd import recomputed, traced
 from nearkin.losses.engine import Costs, PairLoss, Rows, function_of
 from nearkin.losses.settings import Choices, Range, setting
 
@@ -115,12 +115,12 @@ def _precisions(scores: Tensor, positive: Tensor, negative: Tensor, columns: Ten
 
 def _cumulative(place: Tensor, mask: Tensor, bins: int) -> Tensor:
     """How much of each row's entries lies at each centre or before it, (B, bins + 1)."""
-    if not place.is_cpu:  # where scattered numbers are added in another order every time; on a CPU this takes three times
-        rows = mask.to(place.dtype)[:, None, :]
-        with torch.autocast(device_type(place), enabled=False):
-            return torch.cat([rows @ (k + 1 - place).clamp(0, 1)[:, :, None] for k in range(bins + 1)], 2).squeeze(1)
     lower = place.detach().floor().clamp(max=bins - 1)
     index, share = lower.long(), place - lower  # the share of the upper of the two centres
+    near, far = torch.where(mask, 1 - share, 0.0), torch.where(mask, share, 0.0)
+    # A GPU adds scattered numbers in another order every time. A sum for each bin is fast only where it is compiled.
+    if traced() or (torch.are_deterministic_algorithms_enabled() and not place.is_cpu):
+        parts = (torch.where(index == k, near, torch.where(index == k - 1, far, 0.0)) for k in range(bins + 1))
+        return torch.stack([part.sum(1) for part in parts], 1).cumsum(1)
     empty = share.new_zeros(share.shape[0], bins + 1)
-    parts = empty.scatter_add(1, index, torch.where(mask, 1 - share, 0.0))
-    return parts.scatter_add(1, index + 1, torch.where(mask, share, 0.0)).cumsum(1)
+    return empty.scatter_add(1, index, near).scatter_add(1, index + 1, far).cumsum(1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import blockwise, checks, distances, reduce
-from nearkin.core.autograd import HandGradient, device_type, recomputed, traced
+from nearkin.core.autograd import HandGradient, full_precision, recomputed, traced
 from nearkin.core.labels import Labels
 from nearkin.losses.engine import Call, PairLoss, Rows
 from nearkin.losses.settings import Range, setting
@@ -84,7 +84,7 @@ def weighted_l1(x: Tensor, references: Tensor | None, weight: Tensor) -> Tensor:
     x, r, weight = x.to(kind), r.to(kind), weight.to(kind)
     if traced():
         return _plain_l1(x, r, weight)
-    with torch.autocast(device_type(x), enabled=False):
+    with full_precision(x):
         value: Tensor = _WeightedL1.call(x, r, weight)
     return value
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import class_blocks, class_scores, distances
-from nearkin.core.autograd import HandGradient, device_type, gradients_again, recomputed, traced
+from nearkin.core.autograd import HandGradient, full_precision, gradients_again, recomputed, traced
 from nearkin.core.class_blocks import Form
 from nearkin.losses import class_shards, logits
 from nearkin.losses.classes import ClassCall, function_of
@@ -34,7 +34,7 @@ class SoftTripleLoss(ProxyLoss):
 
     lr_scale = 100.0
     weight_was = "centers"
-    kernel = None  # it knows one centre of a class
+    kernel = None  # type: ignore[assignment]  # it knows one centre of a class
 
     margin: float = setting(
         default=0.01, kw_only=False, search=Range(0.001, 0.2, log=True), text="δ, a margin of cosine; 0.01: the paper's"
@@ -127,7 +127,7 @@ class _WithinClass(HandGradient):
         classes, centers, _ = w.shape
         inverse = apart.reciprocal()
         inverse.diagonal(dim1=1, dim2=2).zero_()
-        with torch.autocast(device_type(w), enabled=False):
+        with full_precision(w):
             by_centers: Tensor = torch.baddbmm(w * inverse.sum(2, keepdim=True), inverse, w, alpha=-1)
         return by_centers.mul_(upstream / (classes * centers * (centers - 1)))
 

@@ -72,11 +72,8 @@ class HeatedSoftmaxLoss(ClassLoss):
     """
 
     along_dim = ("weight", "running_mean", "running_var")
-    kernel = None  # it knows no biases
+    kernel = None  # type: ignore[assignment]  # it knows no biases
     tensors = ("weight", "bias")
-    steps: Tensor
-    running_mean: Tensor
-    running_var: Tensor
 
     def _scale_now(self) -> Tensor:
         """The scale now: warm before the heat, hot after it. Setting it changes the warm one."""
@@ -158,11 +155,13 @@ class HeatedSoftmaxLoss(ClassLoss):
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """α cos + b of every class, (B, C), with the present scale; norm="batch" by the statistics learned so far."""
         x = logits.checked(self, embeddings, self.weight)
-        scale = self.scale.to(x.dtype)
+        present: Any = self.scale
+        scale: Tensor = present.to(x.dtype)
         if self.norm == "l2":
             return logits.of_cosines(self, x, self.weight, scale) + self.bias
         y = batch_norm(distances.upcast(x), self.running_mean.to(x.dtype), self.running_var.to(x.dtype))
-        return scale / math.sqrt(self.weight.shape[1]) * distances.dot(y, distances.unit(self.weight)) + self.bias
+        each = distances.dot(y, distances.unit(self.weight))
+        return scale / math.sqrt(self.weight.shape[1]) * each + self.bias
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         for name in ("running_mean", "running_var"):
@@ -181,7 +180,7 @@ class AdaCosLoss(ClassLoss):
     `NormalizedSoftmaxLoss`. Zhang et al. 2019, arXiv:1905.00292, eq. 12 (fixed) and 15 (dynamic).
     """
 
-    scale: Tensor | float | None = setting(
+    scale: Any = setting(
         default=None, above=0, tensor=True, optional=True, only="function", text="s; None: √2 ln(C - 1)"
     )
     dynamic: bool = setting(

@@ -155,7 +155,7 @@ class GeneralizedLiftedLoss(PairLoss):
         both = reduce.any_in_row(rows.positive) & reduce.any_in_row(rows.negative)
         pull = reduce.logsumexp(distance, rows.positive)
         push = reduce.logsumexp(self.margin - distance, rows.negative)
-        return torch.where(both, pull + push, 0.0).relu(), both
+        return (pull + push).relu(), both  # 0 where either has no pair
 
 
 class NPairLoss(PairLoss):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nearkin.core import blockwise, distances, reduce
-from nearkin.core.autograd import device_type
+from nearkin.core.autograd import full_precision
 from nearkin.losses.engine import Call, PairLoss, Rows, function_of
 from nearkin.losses.settings import Range, setting
 
@@ -94,7 +94,7 @@ def _statistics(x: Tensor, used: Tensor, deviation: float, epsilon: float) -> tu
     degrees = (number - 1).clamp(min=1)
     hinge = (deviation - (centred.square().sum(0) / degrees + epsilon).sqrt()).relu()
     dim = max(1, x.shape[1])
-    with torch.autocast(device_type(x), enabled=False):
+    with full_precision(x):
         square = centred.to(narrow.dtype)
         square = square.T @ square / degrees.to(narrow.dtype)  # (D, D)
     size = square.detach().abs().sum().clamp(min=torch.finfo(square.dtype).tiny)  # of which squares are finite

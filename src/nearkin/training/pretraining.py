@@ -6,6 +6,7 @@ the loss and goes with it. Its checkpoints and its log are beside those of the t
 """
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,15 +145,15 @@ def assemble_pretrainer(prepared: Prepared, folder: Path, group: ProcessGroup = 
     own = prepared.own.wrapped
     encoder = adapted(recipe, build_encoder(prepared) if own is None else copy.deepcopy(own)).to(device)
     if options.sync_norms and group.size > 1:
-        sync_batchnorm.sync(encoder, device)
+        sync_batchnorm.sync(encoder, device, group)
     loss = build_view_loss(recipe, encoder.dim).to(device)
     sampler = TwoViews(len(rows), unlabelled.batch, batches=unlabelled.batches, seed=options.seed)
     fsdp = options.strategy == "fsdp" and group.size > 1
-    unsharded = parallel.shard(encoder, device) if fsdp else None
+    unsharded = parallel.shard(encoder, device, group) if fsdp else None
     optimizer = build_optimizer(recipe, parameter_groups(recipe, encoder.backbone, encoder.head, loss))
     if group.rank:
         checkpoint_state.seed_rank(options.seed, group.rank)
-    scaler = torch.amp.GradScaler if group.size == 1 else parallel.Scaler
+    scaler = torch.amp.GradScaler if group.size == 1 else partial(parallel.Scaler, group=group)
     store = ItemStore(rows, device, recipe.data.size)  # type: ignore[arg-type]
     every = np.arange(len(rows))
     return Pretrainer(

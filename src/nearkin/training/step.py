@@ -83,12 +83,13 @@ def optimize(trainer: "Trainer", measure: bool) -> Tensor | None:
     norm, clip = None, trainer.recipe.optimizer.clip
     several = trainer.group.size > 1
     if several:
-        average_gradients(trainer.loss)
-        parallel.average_norms(trainer.encoder)
+        trainer.group.advance()
+        average_gradients(trainer.loss, trainer.group.world)
+        parallel.average_norms(trainer.encoder, trainer.group)
     if clip or measure:
         trainer.scaler.unscale_(trainer.optimizer)
         if several:
-            norm = parallel.global_norm(trainer.parameters)
+            norm = parallel.global_norm(trainer.parameters, trainer.group)
             if clip:
                 parallel.clip(trainer.parameters, clip, norm)
         else:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class Trainer:
                 self.notes.append(f"a step is no CUDA graph, so the loss is compiled: {names}")
         strategy, name = self.recipe.training.strategy or "ddp", str(self.recipe.encoder.get("name"))
         self.parallel = Parallel(self.encoder, strategy, self.group, unused=name.startswith(("timm:", "hf:", "own:")))
-        self.global_loss = GlobalBatch(self.loss) if self.group.size > 1 else self.loss
+        self.global_loss = GlobalBatch(self.loss, self.group.world) if self.group.size > 1 else self.loss
         self.old_term: nn.Module | None = None
         if self.old is not None:
             settings = self.recipe.compatible
@@ -107,7 +108,7 @@ class Trainer:
             term = CompatibleLoss(
                 rows, self.labels, settings.method, settings.weight, settings.class_share, settings.scale
             )
-            self.old_term = GlobalBatch(term) if self.group.size > 1 else term
+            self.old_term = GlobalBatch(term, self.group.world) if self.group.size > 1 else term
         self.takes_items = any(getattr(part, "item_beta", None) is not None for part in self.loss.modules())
         self.window = torch.zeros((), device=self.device)  # sum of the losses since the last log line
         self.epoch_loss = torch.zeros((), device=self.device)  # and since the epoch began
@@ -199,7 +200,9 @@ class Trainer:
 
     def log_line(self, norm: Tensor | None, embeddings: Tensor) -> dict[str, Any]:
         """The log line of the steps since the last one; the only place in the loop that waits for the device."""
-        state, embeddings = self.state, embeddings if self.group.size == 1 else collectives.gather(embeddings)
+        state = self.state
+        if self.group.size > 1:
+            embeddings = collectives.gather(embeddings, self.group.world)
         none = self.window.new_full((), math.nan)
         scalars = [self.window / max(1, state.counted), none if norm is None else norm.to(self.window)]
         loss, gradient = torch.stack(scalars).tolist()
@@ -376,7 +379,7 @@ def assemble(
     if weights is not None:
         encoder.load_state_dict(weights)
     if options.sync_norms and group.size > 1:
-        sync_batchnorm.sync(encoder, device)
+        sync_batchnorm.sync(encoder, device, group)
     labels, classes, targets = _labels_or_targets(prepared, graded)
     width = None if targets is None else (1 if targets.ndim == 1 else targets.shape[1])
     targets_or_ids = targets if graded else labels
@@ -395,13 +398,13 @@ def assemble(
         ema: Any = get_ema_multi_avg_fn
         average = AveragedModel(encoder, multi_avg_fn=ema(options.ema))
     if options.strategy == "fsdp" and group.size > 1:
-        unsharded = parallel.shard(encoder, device)
+        unsharded = parallel.shard(encoder, device, group)
         if average is not None:
-            parallel.shard(average.module, device)
+            parallel.shard(average.module, device, group)
     optimizer = build_optimizer(recipe, parameter_groups(recipe, encoder.backbone, encoder.head, loss))
     if group.rank:
         checkpoint_state.seed_rank(options.seed, group.rank)
-    scaler = torch.amp.GradScaler if group.size == 1 else parallel.Scaler
+    scaler = torch.amp.GradScaler if group.size == 1 else partial(parallel.Scaler, group=group)
     store = ItemStore(prepared.rows, device, recipe.data.size)
     return Trainer(
         recipe=recipe,

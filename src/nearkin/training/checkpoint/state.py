@@ -269,7 +269,7 @@ def _random_state(device: torch.device, group: ProcessGroup) -> tuple[dict[str, 
     if device.type == "cuda":
         tensors["cuda0"] = torch.cuda.get_rng_state(device)
     ones = [1] * group.size
-    by_rank = {f"{name}.ranks": collectives.gather(state[None], counts=ones) for name, state in tensors.items()}
+    by_rank = {f"{name}.ranks": collectives.gather(state[None], group.world, ones) for name, state in tensors.items()}
     return tensors | by_rank, values
 
 

@@ -272,7 +272,12 @@ class SoftTripleLoss(_ClassLoss):
 
     def per_item(self, embeddings: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
         """By nearkin."""
-        options: dict[str, Any] = {"scale": self.la, "gamma": 1 / self.gamma, "margin": self.margin, "tau": 0.0}
+        options: dict[str, Any] = {
+            "scale": self.la,
+            "temperature": 1 / self.gamma,
+            "margin": self.margin,
+            "spread_weight": 0.0,
+        }
         centers = self.centers_per_class
         return losses.soft_triple_loss(embeddings, labels, rows, centers_per_class=centers, **options, reduction="none")
 

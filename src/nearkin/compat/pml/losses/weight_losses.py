@@ -17,7 +17,7 @@ from nearkin.compat.pml.losses.base_loss import (
 from nearkin.compat.pml.losses.class_losses import WeightLoss
 from nearkin.compat.pml.reducers import Terms
 from nearkin.core import distances
-from nearkin.core.angles import psi_and_slope
+from nearkin.core.angles import psi
 from nearkin.core.errors import RefusedArguments
 
 __all__ = ["InstanceLoss", "LargeMarginSoftmaxLoss", "ManifoldLoss", "P2SGradLoss"]
@@ -41,7 +41,7 @@ class LargeMarginSoftmaxLoss(WeightLoss):
         """From all logits."""
         cosine = distances.cosine(embeddings, rows)
         own = cosine.gather(1, labels[:, None])
-        cosine = cosine.scatter(1, labels[:, None], psi_and_slope(own, int(self.margin))[0])
+        cosine = cosine.scatter(1, labels[:, None], psi(own, int(self.margin)))
         return functional.cross_entropy(cosine * self._scale(embeddings, rows), labels, reduction="none")
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
