@@ -70,7 +70,7 @@ def scaled(x, positive, negative, references=None, *, log_scale, reduction="mean
 
 OWN = [
     Case("SoftContrastiveLoss", lambda: SoftContrastiveLoss(0.8, sharpness=3.0), pair_twin(soft_contrastive), True),
-    Case("ScaledLoss", ScaledLoss, pair_twin(scaled), True),
+    Case("ScaledLoss-learned", ScaledLoss, pair_twin(scaled), True),
 ]
 
 
