@@ -20,10 +20,10 @@ INK = "#7d7d7d"  # readable on white and on black, as are the colours
 COLOURS = {"auto": "#1f83e0", "compiled": "#c9469a", "torch": "#8a6fd6", "peer": "#e0682b", "floor": "#4d9a57"}
 NAMES = {"auto": "nearkin", "compiled": "compiled", "torch": "in blocks", "peer": "peer", "floor": "floor"}
 UNITS = {"ms": "ms", "mib": "MiB"}
-CELLS = {"cpu": [(1024, "ms"), (1024, "mib")], "gpu": [(4096, "ms"), (4096, "mib")]}
-CLASS_CELLS = [(512, 1000), (2048, 10_000)]  # batch, classes
+CELLS = {"cpu": [(1024, "ms"), (1024, "mib")], "gpu": [(4096, "mib")]}
+CLASS_CELLS = [(128, 100), (512, 1000), (2048, 10_000)]  # batch, classes
 CLASS_COLUMNS = {  # on the page: a result file and a number of classes for each column
-    "cuda": [("cuda", 1_000_000), ("cuda", 10_000_000), ("cuda_float32", 1_000_000)],
+    "cuda": [("cuda", 1_000_000), ("cuda", 10_000_000)],
     "cpu": [("cpu", 200_000)],
 }
 MANY = ("#1f83e0", "#e0682b", "#4d9a57", "#8a6fd6", "#c9469a", "#b08a1e", "#2a9d9d", "#d64545")
@@ -212,8 +212,9 @@ def class_table(columns: Sequence[tuple[Sequence[dict[str, str]], int]]) -> str:
         texts = [f"{shortened(row['ms'])} / {shortened(row['extra_mib'])}" if row else "" for row in found]
         lines.append(f"| {way} | " + " | ".join(texts) + " |")
     first = columns[0][0][0]
+    dates = " and ".join(sorted({row["date"] for row in columns[0][0]}))
     setting = f"Milliseconds / extra MiB. B = {int(first['B']):,}, D = {first['D']}, {first['device']}"
-    return "\n".join([*lines, "", f"{setting}, torch {first['torch']}, {first['date']}."])
+    return "\n".join([*lines, "", f"{setting}, torch {first['torch']}, {dates}."])
 
 
 def class_loss_table(rows: Sequence[dict[str, str]]) -> str:
@@ -283,7 +284,7 @@ def main() -> None:
                 drawn.append(picture(stem, words))
         if rows:
             page = put(page, f"{device} losses", "\n\n".join([*drawn, loss_table(rows, cells)]))
-    found = {device: rows_of(f"class_softmax_{device}.csv") for device in ("cuda", "cuda_float32", "cpu")}
+    found = {device: rows_of(f"class_softmax_{device}.csv") for device in ("cuda", "cpu")}
     for device, columns in CLASS_COLUMNS.items():
         if found[device]:
             stem = f"performance-classes-{device}"

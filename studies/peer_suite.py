@@ -1,12 +1,11 @@
-"""Runs pytorch-metric-learning's own tests against `nearkin.compat.pml`: once as they are, once with our modules.
+"""Runs pytorch-metric-learning's own tests twice: as they are, and with the classes of `nearkin.compat.pml` in place.
 
-    git clone https://github.com/KevinMusgrave/pytorch-metric-learning
+    git clone --branch v2.8.1 https://github.com/KevinMusgrave/pytorch-metric-learning
     python studies/peer_suite.py pytorch-metric-learning
 
-Nothing of that package is kept here. Our losses, miners, samplers, distances, reducers, regularizers and
-`AccuracyCalculator` and index functions stand in for its modules; its test tools stay its own. Prints a table by
-folder and every test that fails with ours, and writes all outcomes as JSON with --out. PEER_TESTS names files
-of its tests/ to run fewer.
+Nothing of that package is kept here. Prints a table by folder, every test whose outcome differs, and how many calls of
+each class nearkin computed and how many the original; writes all of it as JSON with --out. PEER_TESTS names
+files of its tests/ to run fewer.
 """
 
 import argparse
@@ -21,22 +20,40 @@ from pathlib import Path
 FOLDERS = ["distances", "reducers", "regularizers", "miners", "samplers", "losses", "utils"]
 # Of its tools: what is no part of the adapters.
 LEFT_OUT = ["common_functions", "distributed", "inference", "loss_tracker", "module_with_records"]
-MODULES = ["distances", "reducers", "regularizers", "miners", "samplers", "losses", "utils.accuracy_calculator"]
-MODULES += ["utils.loss_and_miner_utils"]
+MODULES = ["distances", "losses", "miners", "samplers", "utils.accuracy_calculator"]
 
 
-def stand_in() -> None:
-    """Ours under its names: what a test imports from there is then ours."""
-    package = importlib.import_module("pytorch_metric_learning")
-    for name in [*MODULES, "utils", "utils.common_functions", "utils.loss_and_miner_utils", "testers"]:
-        importlib.import_module(f"pytorch_metric_learning.{name}")  # its own first: its parts import one another
+def stand_in() -> Counter:
+    """Our classes under the original's names; counts the calls of each, and of these what nearkin computed."""
+    calls: Counter = Counter()
+    for name in [*MODULES, "testers", "trainers"]:
+        importlib.import_module(f"pytorch_metric_learning.{name}")  # its parts import one another: they keep their own
     for name in MODULES:
-        module = importlib.import_module(f"nearkin.compat.pml.{name}")
-        for key in [k for k in sys.modules if k.startswith(f"pytorch_metric_learning.{name}.")]:
-            sys.modules[key] = module
-        sys.modules[f"pytorch_metric_learning.{name}"] = module
-        parent = package if "." not in name else sys.modules["pytorch_metric_learning.utils"]
-        setattr(parent, name.rpartition(".")[2], module)
+        theirs = sys.modules[f"pytorch_metric_learning.{name}"]
+        ours = importlib.import_module(f"nearkin.compat.pml.{name}")
+        for key in dir(theirs):
+            thing = getattr(ours, key)
+            if thing is not getattr(theirs, key) and isinstance(thing, type):
+                setattr(theirs, key, thing)
+                for method in ("compute_loss", "mine", "forward", "native", "get_accuracy", "__iter__"):
+                    count(thing, method, calls)
+    return calls
+
+
+def count(kind: type, method: str, calls: Counter) -> None:
+    """Counts a method's calls; `native` where it gives a number."""
+    called = getattr(kind, method, None)
+    asks = {"forward": hasattr(kind, "compute_mat"), "native": method in vars(kind)}
+    if called is None or not asks.get(method, True):
+        return
+
+    def counted(self, *arguments, **options):
+        result = called(self, *arguments, **options)
+        if type(self) is kind and not (method == "native" and result is None):
+            calls[f"{kind.__name__} {'nearkin' if method == 'native' else 'all'}"] += 1
+        return result
+
+    setattr(kind, method, counted)
 
 
 class Outcomes:
@@ -48,14 +65,15 @@ class Outcomes:
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.of[report.nodeid] = report.outcome
-            if report.outcome == "failed":
-                lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E ")]
-                self.why[report.nodeid] = (lines or ["?"])[0][2:].strip()[:160]
+            self._note(report)
 
     def pytest_collectreport(self, report) -> None:
         if report.outcome == "failed":
-            self.of[report.nodeid] = "failed"
+            self._note(report)
+
+    def _note(self, report) -> None:
+        self.of[report.nodeid] = report.outcome
+        if report.outcome == "failed":
             lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E ")]
             self.why[report.nodeid] = (lines or ["?"])[0][2:].strip()[:160]
 
@@ -66,25 +84,13 @@ def run(ours: bool, out: Path) -> None:
 
     sys.path.insert(0, os.getcwd())
     importlib.import_module("pytorch_metric_learning")  # the installed one, before the tests put theirs in front
-    if ours:
-        stand_in()
+    calls = stand_in() if ours else Counter()
     outcomes = Outcomes()
     files = os.environ.get("PEER_TESTS", " ".join(f"tests/{folder}" for folder in FOLDERS)).split()
     left_out = [f"--ignore-glob=*test_{name}*" for name in LEFT_OUT]
-    pytest.main(
-        [
-            "-v",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            "--tb=short",
-            "--continue-on-collection-errors",
-            *left_out,
-            *files,
-        ],
-        plugins=[outcomes],
-    )
-    out.write_text(json.dumps({"outcomes": outcomes.of, "why": outcomes.why}))
+    options = ["-v", "--no-header", "-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
+    pytest.main([*options, *left_out, *files], plugins=[outcomes])
+    out.write_text(json.dumps({"outcomes": outcomes.of, "why": outcomes.why, "calls": calls}))
 
 
 def both(checkout: Path, scratch: Path) -> dict[str, dict[str, dict[str, str]]]:
@@ -96,6 +102,28 @@ def both(checkout: Path, scratch: Path) -> dict[str, dict[str, dict[str, str]]]:
         subprocess.run(command, cwd=checkout, env=environment, check=True)
         results[who] = json.loads(file.read_text())
     return results
+
+
+def print_tables(results: dict) -> None:
+    original, ours = results["original"]["outcomes"], results["ours"]["outcomes"]
+    print("\n| tests of | original passes | of these ours passes | and fails | skipped by the suite |")
+    print("|---|---|---|---|---|")
+    for folder in [*FOLDERS, ""]:
+        of = {k: v for k, v in original.items() if f"tests/{folder}" in k}
+        passed = [k for k, v in of.items() if v == "passed"]
+        failed = sum(ours.get(k) == "failed" for k in passed)
+        skipped = sum(v == "skipped" for v in of.values())
+        print(f"| {folder or 'all'} | {len(passed)} | {sum(ours.get(k) == 'passed' for k in passed)}", end=" ")
+        print(f"| {failed} | {skipped} |")
+    print()
+    for name, outcome in sorted(ours.items()):
+        if outcome == "failed":
+            print(f"{name} (original: {original.get(name, 'not run')}): {results['ours']['why'].get(name)}")
+    print("\n| class | calls | by nearkin |\n|---|---|---|")
+    calls = results["ours"]["calls"]
+    for name in sorted({key.split()[0] for key in calls}):
+        every, native = calls.get(f"{name} all", 0), calls.get(f"{name} nearkin", 0)
+        print(f"| {name} | {every} | {native if native or 'Loss' in name else 'all'} |")
 
 
 def main() -> None:
@@ -110,17 +138,7 @@ def main() -> None:
         run(options.run == "ours", options.out)
         return
     results = both(options.checkout, options.out.parent)
-    original, ours = results["original"]["outcomes"], results["ours"]["outcomes"]
-    print("\n| tests of | original passes | ours passes | ours fails | skipped by the suite |")
-    print("|---|---|---|---|---|")
-    for folder in FOLDERS:
-        counts = [Counter(v for k, v in o.items() if f"tests/{folder}/" in k) for o in (original, ours)]
-        numbers = counts[0]["passed"], counts[1]["passed"], counts[1]["failed"], counts[1]["skipped"]
-        print(f"| {folder} | " + " | ".join(map(str, numbers)) + " |")
-    print()
-    for name, outcome in sorted(ours.items()):
-        if outcome == "failed":
-            print(f"{name} (original: {original.get(name, 'not run')}): {results['ours']['why'].get(name)}")
+    print_tables(results)
     options.out.write_text(json.dumps(results, indent=1))
 
 

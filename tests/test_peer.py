@@ -37,8 +37,8 @@ SIZES = {
     "uneven": [2, 5, 1, 3, 4],  # one class has a single item
     "pairs": [2, 2, 2, 2, 2],
 }
-# Our learned parameters, what the peer calls them, and whether it keeps them the other way round.
-LEARNED = {"weight": {"W": True, "proxies": False, "fc": True}, "beta": {"beta": False}}
+# What the peer calls our `weight`, and whether it keeps it the other way round; β has one name.
+WEIGHTS = {"W": True, "proxies": False, "fc": True}
 GUIDE = Path(__file__).parents[1] / "docs" / "migrating.md"
 
 raw = partial(LpDistance, normalize_embeddings=False)
@@ -92,8 +92,8 @@ class Row:
         torch.manual_seed(3)
         ours, theirs, shared = self.ours().double(), self.theirs().double(), []
         for name, mine in ours.named_parameters():
-            their_name, turned = next(pair for pair in LEARNED[name].items() if hasattr(theirs, pair[0]))
-            other = getattr(theirs, their_name)
+            their_name = next((k for k in WEIGHTS if hasattr(theirs, k)), name) if name == "weight" else name
+            other, turned = getattr(theirs, their_name), WEIGHTS.get(their_name, False)
             if isinstance(other, nn.Parameter):
                 other.data.copy_((mine.detach().T if turned else mine.detach()).reshape(other.shape))
                 shared.append((mine, other, turned))
@@ -614,7 +614,8 @@ def test_proxy_nca_there_drops_the_hardest_item():
         (peer.ProxyNCALoss(2, 2, softmax_scale=32), 0, [False, False]),
         (losses.ProxyNCALoss(2, 2, scale=32**0.5), 64, [True, False]),
     ):
-        loss.weight.data = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+        (proxies,) = loss.parameters()
+        proxies.data = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
         x = torch.tensor([[-1.0, 0.02], [1.0, 0.02]]).requires_grad_()
         got = loss(x, labels)
         got.backward()
@@ -650,8 +651,8 @@ def test_soft_triple_there_is_nan_where_two_centres_of_a_class_meet():
     regularizer = SparseCentersRegularizer(2, 2)
     theirs = peer.SoftTripleLoss(2, 6, centers_per_class=2, weight_regularizer=regularizer)
     ours = losses.SoftTripleLoss(2, 6, centers_per_class=2)
-    ours.centers.data = torch.eye(2, 6).repeat_interleave(2, 0)
-    theirs.fc.data = ours.centers.data.T.clone()
+    ours.weight.data = torch.eye(2, 6).repeat_interleave(2, 0)
+    theirs.fc.data = ours.weight.data.T.clone()
     for loss, finite in ((theirs, False), (ours, True)):
         (slope,) = torch.autograd.grad(loss(x, labels), [*loss.parameters()])
         if finite or CLAMP_HAS_SLOPES:
@@ -721,7 +722,7 @@ def test_class_weights_start_at_other_lengths_there():
         (losses.CosFaceLoss(200, 64).weight, peer.CosFaceLoss(200, 64).W.T, 1, 8),
         (losses.ProxyNCALoss(200, 64).weight, peer.ProxyNCALoss(200, 64).proxies, 0.8, 8),
         (losses.ProxyAnchorLoss(200, 64).weight, peer.ProxyAnchorLoss(200, 64).proxies, 0.8, 0.8),
-        (losses.SoftTripleLoss(20, 64).centers, peer.SoftTripleLoss(20, 64).fc.T, 0.8, 0.8 / 6**0.5),
+        (losses.SoftTripleLoss(20, 64).weight, peer.SoftTripleLoss(20, 64).fc.T, 0.8, 0.8 / 6**0.5),
     ):
         assert ours.norm(dim=1).mean().item() == pytest.approx(length, rel=0.05)
         assert theirs.norm(dim=1).mean().item() == pytest.approx(their_length, rel=0.05)
@@ -810,4 +811,4 @@ def test_guide_runs():
         if "before" in names and "after" in names:
             assert_close(names.pop("after"), names.pop("before"), 1e-5)
             compared += 1
-    assert compared == 5
+    assert compared == 4

@@ -135,6 +135,7 @@ def test_help_of_a_loss_class_has_its_formula_and_settings(name):
 # float(), int() and bool() of a tensor wait for its device. These are of Python values.
 OF_PYTHON_VALUES = {
     "engine.py: float(value)",  # a setting's
+    "angular.py: bool((counts < 1).any())",  # once, before training
     "pairs.py: float(beta)",
     "pairs.py: float(self.__dict__.pop(name))",
     "autograd.py: bool(active())",

@@ -130,7 +130,7 @@ def trained(rank, world, names):
 
 
 def close(got, expected, what):
-    got, expected = np.asarray(got), np.asarray(expected)
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
     assert got.shape == expected.shape, what
     if expected.size:
         assert np.isfinite(expected).all()

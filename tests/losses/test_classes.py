@@ -18,6 +18,7 @@ from torch.autograd import gradcheck, gradgradcheck
 import nearkin
 from nearkin import kernels, losses
 from nearkin.core import class_blocks
+from nearkin.training.checkpoint import checkpoints, state
 
 
 def anchor(x, labels, weight, *, reduction="mean", **settings):
@@ -416,6 +417,25 @@ def test_centers_begin_at_zero_or_in_the_middle_of_their_first_items():
     twin = losses.CenterLoss(5, 4, 1.0, start="first").double()
     twin.load_state_dict(loss.state_dict())
     assert torch.equal(twin(x, labels), loss(x, labels))
+
+
+def test_sharded_checkpoints_of_before_are_read(monkeypatch):
+    """By the names that their tensors had; each process copies its rows."""
+    for make, stored, rows in (
+        (losses.ProxyAnchorLoss, "a.proxies", {"a.weight"}),
+        (losses.HeatedSoftmaxLoss, "a.weight", {"a.weight", "a.bias", "a.steps"}),
+    ):
+        loss = torch.nn.ModuleDict({"a": make(5, 4)})
+        targets = {name: tensor.detach() for name, tensor in loss.state_dict().items()}
+        assert set(targets) == rows
+        values = {name: torch.rand(tensor.shape).to(tensor) for name, tensor in targets.items()}
+        old = {f"loss.{name}": value for name, value in values.items() if name != "a.weight"}
+        old |= {f"loss.{stored}": values["a.weight"]}
+        old |= {"loss.a.running_mean": torch.zeros(4)} if make is losses.HeatedSoftmaxLoss else {}
+        local = dict(targets) | {"a.weight": checkpoints.LocalRows(targets["a.weight"], 0, 5)}
+        monkeypatch.setattr(state, "local_state", lambda module, group, local=local: local)
+        state._load_module(loss, checkpoints.CheckpointTensors(old), "loss", None)
+        assert all(torch.equal(loss.state_dict()[name], value) for name, value in values.items())
 
 
 # Sampled classes.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nearkin.core import reduce
-from nearkin.core.autograd import HandGradient, full_precision, gradients_again, traced
+from nearkin.core.autograd import HandGradient, device_type, full_precision, gradients_again, traced
 
 __all__ = ["Rivals", "cosines", "cross_entropy", "is_best", "of_classes", "product", "rivals", "soft_maximum"]
 
@@ -33,8 +33,10 @@ def cosines(x: Tensor, rows: Tensor, centers: int) -> Tensor:
 
 def product(x: Tensor, rows: Tensor) -> Tensor:
     """Products of all anchors with all rows, (B, C): never of half precision, forward and backward, under autocast."""
-    value: Tensor = (_plain_product if traced() else _Product.call)(x, rows)
-    return value
+    if not traced() and torch.is_autocast_enabled(device_type(x)):
+        value: Tensor = _Product.call(x, rows)
+        return value
+    return _plain_product(x, rows)
 
 
 def _plain_product(x: Tensor, rows: Tensor) -> Tensor:

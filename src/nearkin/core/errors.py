@@ -3,7 +3,7 @@
 __all__ = ["CorruptCheckpoint", "Diverged", "EnrolmentStopped", "ExcessiveText", "ForeignCheckpoint"]
 __all__ += ["CorruptBackup", "EncoderChanged", "LabelConflict", "MalformedRequest"]
 __all__ += ["MissingRow", "NoPicture", "OutOfTime", "QueueFull", "RankFailed", "RefusedBody", "RefusedVectors"]
-__all__ += ["FactsChanged", "NotAllowed", "RefusedArguments", "RowsAdded"]
+__all__ += ["FactsChanged", "NotAllowed", "RowsAdded"]
 __all__ += [
     "ReloadRefused",
     "RequestTooLarge",
@@ -136,10 +136,6 @@ class OutOfTime(Exception):
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C: temporary files and progress bars are removed on the way out."""
-
-
-class RefusedArguments(ValueError, AssertionError):
-    """Arguments do not fit together, where pytorch-metric-learning asserts: its callers may expect that."""
 
 
 class RefusedVectors(ValueError):

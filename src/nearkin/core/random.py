@@ -58,10 +58,6 @@ class Stream(IntEnum):
     QUERIES = 101
     MAP = 102
     WORST = 103
-    # compat
-    FIXED_TRIPLETS = 120
-    SUPER_CLASSES = 121
-    MINED_WEIGHTS = 122
 
 
 @unique

@@ -19,6 +19,7 @@ from nearkin.dist import collectives
 
 __all__ = [
     "Shard",
+    "before",
     "clamped",
     "gather_batch",
     "init_weight",
@@ -125,6 +126,13 @@ def layout(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """
     every = module.named_modules()
     return {f"{path}.{name}".lstrip("."): rows for path, part in every for name, rows in _own_rows(part).items()}
+
+
+def before(module: nn.Module) -> dict[str, str | None]:
+    """What entries of the module's state dict of earlier versions are called now; None: nobody reads it."""
+    every = [(path, part.before()) for path, part in module.named_modules() if hasattr(part, "before")]
+    named = [(path, was, now) for path, names in every for was, now in names.items()]
+    return {f"{path}.{was}".lstrip("."): now and f"{path}.{now}".lstrip(".") for path, was, now in named}
 
 
 def _own_rows(module: nn.Module) -> dict[str, tuple[int, int, int]]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from nearkin import kernels
 from nearkin.core import angles, checks, class_blocks, class_scores, distances, reduce
-from nearkin.core.autograd import full_precision
 from nearkin.core.class_blocks import Form
 from nearkin.core.class_scores import Rivals
 from nearkin.core.labels import Labels
@@ -315,11 +314,10 @@ class ClassLoss(Kept, Loss):
         if rows is not None:
             tensors |= {name: tensors[name].index_select(0, rows) for name in ("weight", "bias") if name in tensors}
         call = ClassCall(self, embeddings, labels, tensors, shard, given)
-        with full_precision(embeddings):
-            self.prepare(call)
-            value = self.value(call)
-            if self.training:
-                self.learn(call)
+        self.prepare(call)
+        value = self.value(call)
+        if self.training:
+            self.learn(call)
         return value
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
@@ -327,10 +325,15 @@ class ClassLoss(Kept, Loss):
         scale: Any = getattr(self, "scale", 1.0)
         return logits.of_cosines(self, embeddings, self.weight, scale, self.per_class)
 
+    def before(self) -> dict[str, str | None]:
+        """What entries of a state dict of earlier versions are called now; None: nobody reads it."""
+        return {} if self.weight_was is None else {self.weight_was: "weight"}
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        was = f"{prefix}{self.weight_was}"
-        if was in state_dict:  # of a version before
-            state_dict[f"{prefix}weight"] = state_dict.pop(was)
+        for was, now in self.before().items():
+            entry = state_dict.pop(f"{prefix}{was}", None)
+            if entry is not None and now is not None:
+                state_dict[f"{prefix}{now}"] = entry
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
@@ -358,8 +361,7 @@ def function_of(loss: type[ClassLoss], name: str) -> Callable[..., Tensor]:
         others = {key: value for key, value in settings.items() if key not in told and tensors.get(key) is not value}
         kind = make.bare(**others)
         call = ClassCall(kind, embeddings, labels, tensors, shard, given | {"labels": labels, "shard": shard})
-        with full_precision(embeddings):
-            value: Tensor = kind.value(call)
+        value: Tensor = kind.value(call)
         return value
 
     batch = [inspect.Parameter(key, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)

@@ -220,8 +220,11 @@ class Loss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in shown)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if not self._ready or name in self._buffers:  # before `fields`, into which no compiler looks after a change
+            super().__setattr__(name, value)
+            return
         s = self.fields.get(name)
-        if not self._ready or name in self._buffers or (s is None and name in self._parameters):
+        if s is None and name in self._parameters:
             super().__setattr__(name, value)
         elif s is None:
             self._refuse_misspelt(name)

@@ -99,7 +99,8 @@ def _within_class(w: Tensor) -> Tensor:
 def _plain_within_class(w: Tensor) -> Tensor:
     """`_WithinClass` in autograd's steps."""
     classes, centers, _ = w.shape
-    gram = w @ w.mT  # (C, K, K)
+    with full_precision(w):
+        gram = w @ w.mT  # (C, K, K)
     upper = torch.ones(centers, centers, dtype=torch.bool, device=w.device).triu(1)
     square = (w * w).sum(2)  # not the diagonal: a compiler may overwrite a matrix while a view of it is still used
     squared = (square[:, :, None] + square[:, None, :] - 2 * gram).clamp(min=0)
@@ -114,7 +115,8 @@ class _WithinClass(HandGradient):
     def forward(ctx: Any, w: Tensor) -> Tensor:
         classes, centers, _ = w.shape
         square = (w * w).sum(2)
-        squared = torch.baddbmm(square[:, :, None] + square[:, None, :], w, w.mT, alpha=-2)  # (C, K, K)
+        with full_precision(w):
+            squared = torch.baddbmm(square[:, :, None] + square[:, None, :], w, w.mT, alpha=-2)  # (C, K, K)
         apart = squared.clamp_(min=0).add_(NEVER_ZERO).sqrt_()
         ctx.save_for_backward(w, apart)
         return (apart.sum() - apart.diagonal(dim1=1, dim2=2).sum()) / (2 * classes * centers * (centers - 1))

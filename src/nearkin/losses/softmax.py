@@ -163,11 +163,8 @@ class HeatedSoftmaxLoss(ClassLoss):
         each = distances.dot(y, distances.unit(self.weight))
         return scale / math.sqrt(self.weight.shape[1]) * each + self.bias
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        for name in ("running_mean", "running_var"):
-            if name not in self._buffers:  # versions before had them where nobody read them
-                state_dict.pop(f"{prefix}{name}", None)
-        super()._load_from_state_dict(state_dict, prefix, *others)
+    def before(self) -> dict[str, str | None]:
+        return dict.fromkeys(name for name in ("running_mean", "running_var") if name not in self._buffers)
 
 
 class AdaCosLoss(ClassLoss):

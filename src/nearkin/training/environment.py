@@ -33,6 +33,7 @@ EXTRAS = {
     "postgres": "galleries in PostgreSQL",
     "export": "ONNX",
     "track": "TensorBoard",
+    "pml": "nearkin.compat.pml, over pytorch-metric-learning",
 }
 LEAST_FREE = 2**30  # bytes on a disk, below which a sentence says so
 

@@ -136,12 +136,14 @@ def _load_module(module: nn.Module, tensors: CheckpointTensors, prefix: str, gro
     if not any(isinstance(target, LocalRows) for target in targets.values()):
         module.load_state_dict(tensors.section(prefix))
         return
-    names = set(tensors.names(prefix))
-    if names != set(targets):
-        other = sorted(names ^ set(targets))[0]
+    before = class_shards.before(module)
+    stored = {before.get(name, name): name for name in tensors.names(prefix)}
+    stored.pop(None, None)  # what nobody reads any more
+    if set(stored) != set(targets):
+        other = sorted(map(str, set(stored) ^ set(targets)))[0]
         raise ValueError(f"the checkpoint is not of this {prefix}: {other} is only in one of them")
     for name, target in targets.items():
-        tensors.copy_to(f"{prefix}.{name}", target)
+        tensors.copy_to(f"{prefix}.{stored[name]}", target)
 
 
 def _local_rows(tensor: Tensor, parameter: Tensor | None = None) -> Tensor | LocalRows:

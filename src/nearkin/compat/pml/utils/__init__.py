@@ -1,9 +1,15 @@
-"""`AccuracyCalculator` and the index functions of pytorch-metric-learning, under its paths."""
+"""The original's tools; `accuracy_calculator` is ours."""
 
-from nearkin.compat.pml.utils import accuracy_calculator, loss_and_miner_utils
+from typing import Any
 
-__all__ = ["accuracy_calculator", "loss_and_miner_utils"]
+from nearkin.compat.pml import original
+from nearkin.compat.pml.utils import accuracy_calculator
+
+__all__ = ["accuracy_calculator"]
 
 
-def __dir__() -> list[str]:
-    return __all__
+def __getattr__(name: str) -> Any:
+    try:
+        return original(f"utils.{name}")
+    except ModuleNotFoundError:
+        raise AttributeError(f"nearkin.compat.pml.utils has no {name}, and pytorch_metric_learning neither") from None
