@@ -20,7 +20,7 @@ INK = "#7d7d7d"  # readable on white and on black, as are the colours
 COLOURS = {"auto": "#1f83e0", "compiled": "#c9469a", "peer": "#e0682b", "floor": "#4d9a57"}
 NAMES = {"auto": "nearkin", "compiled": "compiled", "peer": "peer", "floor": "floor"}
 UNITS = {"ms": "ms", "mib": "MiB"}
-CELLS = {"cpu": [(1024, "ms"), (1024, "mib")], "gpu": [(4096, "mib")]}
+CELLS = {"cpu": [(1024, "ms"), (1024, "mib")], "gpu": []}
 CLASS_CELLS = [(128, 100), (512, 1000), (2048, 10_000)]  # batch, classes
 CLASS_COLUMNS = {  # on the page: a result file and a number of classes for each column
     "cuda": [("cuda", 1_000_000), ("cuda", 10_000_000)],
@@ -283,7 +283,7 @@ def main() -> None:
                 save(draw(loss_panels(rows, what, slope), 4, (2.5, 1.9), caption), stem, png)
                 drawn.append(picture(stem, words))
         if rows:
-            page = put(page, f"{device} losses", "\n\n".join([*drawn, loss_table(rows, cells)]))
+            page = put(page, f"{device} losses", "\n\n".join([*drawn, *([loss_table(rows, cells)] if cells else [])]))
     found = {device: rows_of(f"class_softmax_{device}.csv") for device in ("cuda", "cpu")}
     for device, columns in CLASS_COLUMNS.items():
         if found[device]:

@@ -1,11 +1,11 @@
 """Every public loss as a case: how to build it, a batch it can learn from, and its float64 twin in `reference.py`.
 
-A new loss adds a row and gets all of `test_contract.py` and `test_bad_input.py`; one without a row fails
-`test_rooms.py`.
+A new loss adds a row and gets every property of `loss_checks`; one without a row fails `test_rooms.py`. A case says
+what it takes and, in `skips`, which properties it has not and why.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from nearkin import losses, mining
 DIM, CLASSES, EACH = 6, 4, 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     name: str
     make: Callable[[], nn.Module]
@@ -28,6 +28,8 @@ class Case:
     ordered: bool = False  # the order within a class carries meaning
     compiles: bool = True
     by_class: bool = False  # needs class ids, beyond positive and negative
+    whole: bool = False  # its selection looks at all rows: no blocks
+    skips: dict[str, str] = field(default_factory=dict)  # properties it has not, and why
 
     def __str__(self) -> str:
         return self.name
@@ -44,6 +46,13 @@ class Case:
         noise = torch.randn(len(labels), DIM, generator=g, dtype=torch.float64)
         x = means[labels] + spread * noise
         return x.to(dtype), self.targets(labels)
+
+    def references(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """More items than the batch has, of the same classes, near and not equal to it."""
+        g = torch.Generator().manual_seed(13)
+        noise = 0.3 * torch.randn(len(x) + 4, x.shape[1], generator=g, dtype=torch.float64).to(x.dtype)
+        others = torch.cat([labels.flip(0), labels[:4]])
+        return torch.cat([x.flip(0) * 1.1, x[:4]]) + noise, others + 0.05 if self.graded else others
 
     def targets(self, labels: Tensor) -> Tensor:
         """Labels as this loss takes them: ids, or positions on a line where positives are close."""
@@ -76,7 +85,7 @@ def _plain(module: nn.Module, *leave: str) -> dict[str, Any]:
 
 def _euclidean(x: Tensor, references: Tensor | None, normalize: bool) -> Tensor:
     rows = [reference.unit(v) if normalize else v for v in x]
-    others = rows if references is None else [reference.unit(v) if normalize else v for v in references]
+    others = rows if references is None else [reference.unit(v) if normalize else v for v in references.detach()]
     return torch.tensor([[float((a - b).norm()) for b in others] for a in rows], dtype=torch.float64)
 
 
@@ -98,14 +107,11 @@ def pair_twin(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             settings["selection"] = mine(distance, positive, negative)
         elif "selection" in module.settings:
             settings["selection"] = "all"
+        settings |= {name: getattr(module, name) for name, _ in module.named_parameters()}
         if function is reference.margin:
             settings |= {"beta": module.beta, "classes": labels if module.beta.dim() else None}
         if function is reference.quadruplet:
             settings["classes"] = labels.tolist()
-        if function is reference.sigmoid:
-            settings |= {"log_scale": module.log_scale, "bias": module.bias}
-        if function is reference.siamese:
-            settings |= {"weight": module.weight, "bias": module.bias}
         return function(x, positive, negative, references, **settings)
 
     return twin
@@ -172,7 +178,9 @@ LOSSES = [
         lambda: C.ContrastiveLoss(0.9, balance=False, normalize=True, reduction="active", selection="semihard"),
         R.contrastive,
     ),
-    _pair("ContrastiveLoss-hard", lambda: C.ContrastiveLoss(3.0, selection="hard_negatives"), R.contrastive),
+    _pair(
+        "ContrastiveLoss-hard", lambda: C.ContrastiveLoss(3.0, selection="hard_negatives"), R.contrastive, whole=True
+    ),
     _pair("ContrastiveLoss-batch-hard", lambda: C.ContrastiveLoss(3.0, selection="batch_hard"), R.contrastive),
     _pair("MarginLoss", lambda: C.MarginLoss(selection="all"), R.margin),
     _pair(
@@ -184,7 +192,7 @@ LOSSES = [
     _pair("TripletLoss", lambda: C.TripletLoss(), R.triplet),
     _pair("TripletLoss-all", lambda: C.TripletLoss(selection="all", reduction="active"), R.triplet),
     _pair("TripletLoss-all-plain", lambda: C.TripletLoss(0.5, squared=False, selection="all"), R.triplet),
-    _pair("TripletLoss-hard-swap", lambda: C.TripletLoss(swap=True, selection="hard"), R.triplet),
+    _pair("TripletLoss-hard-swap", lambda: C.TripletLoss(swap=True, selection="hard"), R.triplet, whole=True),
     _pair(
         "TripletLoss-batch-hard",
         lambda: C.TripletLoss(None, squared=False, normalize=False, selection="batch_hard"),

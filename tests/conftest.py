@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.register_assert_rewrite("loss_checks")
+
 torch.set_num_threads(1)
 
 

@@ -10,12 +10,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import cases
 from commands import noisy_vectors, photos
+from loss_checks.devices import NoFloat64
 from nearkin import models, training
 from nearkin.core import checks, devices, distances
 from nearkin.dist.group import ProcessGroup
@@ -23,17 +20,6 @@ from nearkin.training import loader, trainer
 from nearkin.training.class_weights import ClassWeightOptimizer
 from nearkin.training.config.recipe import read
 from nearkin.training.grad_cache import uses_batch_statistics
-
-
-class NoFloat64(TorchDispatchMode):
-    """Raises where an operation returns float64 numbers of at least one axis: a single one may be Python's own."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for part in _pytree.tree_leaves(result):
-            if isinstance(part, Tensor) and part.dtype == torch.float64 and part.dim():
-                raise AssertionError(f"{func} returns float64 {tuple(part.shape)}")
-        return result
 
 
 @pytest.fixture
@@ -49,28 +35,6 @@ def test_the_mode_sees_what_it_must():
             torch.rand(3).double()
         with pytest.raises(AssertionError, match="returns float64"):
             distances.euclidean(torch.rand(3, 2))
-
-
-@pytest.mark.parametrize("case", cases.LOSSES, ids=str)
-def test_losses_need_no_float64(case, without_float64):
-    """Value and gradient, without float64, beside those of float64."""
-    x, labels = case.batch()
-    if case.graded:  # exact in float32, so that the same targets are equally far apart
-        labels = (64 * labels).round() / 64
-    narrow = x.float().requires_grad_(), labels.float() if case.graded else labels
-    module = case.build(torch.float32)
-    with NoFloat64():
-        value = module(*narrow)
-        value.backward()
-    exact = x.clone().requires_grad_()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.undo()
-        patch.setattr(devices, "has_float64", lambda device: True)
-        expected = case.build()(exact, labels)
-        expected.backward()
-    assert value.item() == pytest.approx(expected.item(), rel=2e-4, abs=1e-5)
-    error = (narrow[0].grad.double() - exact.grad).abs().max()
-    assert error <= 1e-3 * exact.grad.abs().max() + 1e-6
 
 
 def test_the_class_weight_optimizer_needs_no_float64(without_float64):

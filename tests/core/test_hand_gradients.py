@@ -48,22 +48,6 @@ def test_few_positives_give_the_same_triplets(name, unknown, monkeypatch):
     assert rows(few) == rows(all_columns) and rows(few)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "active", "sum", "none"])
-@pytest.mark.parametrize("unknown", [False, True])
-def test_npair_of_the_sides_alone(reduction, unknown, monkeypatch):
-    x, labels = batch(unknown=unknown)
-    results = []
-    for read in (True, False):
-        if not read:
-            monkeypatch.setattr(checks, "reads_values", lambda tensor: False)
-        own = x.clone().requires_grad_()
-        value = losses.npair_loss(own, labels, reduction=reduction)
-        (slope,) = torch.autograd.grad(value.sum(), own)
-        results.append((value, slope))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
 def test_npair_without_positives_is_nothing():
     x, _ = batch(6)
     value = losses.npair_loss(x.requires_grad_(), torch.arange(6))

@@ -119,3 +119,19 @@ def test_hooks_run_whenever_they_were_added(counter):
     handle.remove()
     equal(loss, x, labels)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["CosFaceLoss", "SphereFaceLoss", "HeatedSoftmaxLoss", "AdaCosLoss", "CenterLoss"])
+def test_losses_over_class_weights_stay_compiled(name, counter):
+    """Through numbers that are set, numbers that training steps change, and sizes of batches."""
+    settings = {"heat_after": 5} if name == "HeatedSoftmaxLoss" else {}
+    loss, (x, labels) = getattr(losses, name)(4, 8, **settings), batch()
+    loss.compile(backend=counter)
+    for step in range(30):
+        if name == "CosFaceLoss":
+            loss.margin = 0.1 + 0.01 * step
+        equal(loss, x, labels)
+    assert counter.frame_count <= 2
+    for rows in (8, 12, 16):  # of four to a class
+        equal(loss, *batch(rows))
+    assert counter.frame_count <= 4

@@ -1,120 +1,20 @@
-"""A loss of several lengths against the sum of float64 loops over cut embeddings, weights and statistics."""
+"""A loss of several lengths: statistics of each, what goes around what, what is refused, ranks.
+
+That it is the sum of its loops is a property of every loss: `loss_checks/around.py`.
+"""
 
 import pytest
 import torch
 from torch import nn
 
-import reference
 import worlds
-from cases import CLASSES, DIM, LOSSES
+from cases import CLASSES, DIM
+from loss_checks.around import DIMS
 from nearkin import losses
 from nearkin.core import distances
 from nearkin.dist.global_batch import GlobalBatch, average_gradients
 from nearkin.losses import MatryoshkaLoss, class_shards
 from nearkin.memory import CrossBatchMemory
-from test_contract import assert_same, value_and_gradients
-
-DIMS, WEIGHTS = (DIM, 4, 2), (1.0, 0.5, 2.0)
-ALONG = {"SiameseLoss": ("weight",), "HeatedSoftmaxLoss": ("weight", "running_mean", "running_var")}
-every = pytest.mark.parametrize("case", LOSSES, ids=str)
-every_pair = pytest.mark.parametrize("case", [case for case in LOSSES if case.pairs], ids=str)
-
-
-class Cut:
-    """A loss as a loop sees it at one length: the first columns of its tensors, and the buffers of that length."""
-
-    def __init__(self, wrapper, dim):
-        self._module, self._wrapper, self._dim = wrapper.loss, wrapper, dim
-        usual = [name for name, tensor in wrapper.loss.named_parameters() if tensor.dim() == 2]
-        self._along = ALONG.get(type(wrapper.loss).__name__, usual)
-
-    def __getattr__(self, name):
-        module, dim = self._module, self._dim
-        buffers = dict(module.named_buffers())
-        if name in buffers and dim != DIM:
-            return getattr(self._wrapper, f"{name}_{dim}")
-        if name in ("annealing", "gamma"):  # of steps, which all lengths count alike
-            return getattr(module, name)
-        value = getattr(module, name)
-        return value[..., :dim] if name in self._along and isinstance(value, nn.Parameter) else value
-
-
-def build(case, dtype=torch.float64, normalize=True):
-    loss = case.build(dtype)
-    wrapper = MatryoshkaLoss(loss, DIMS, WEIGHTS, normalize=normalize and not loss.reads_length)
-    return wrapper.to(dtype)
-
-
-def loop(case, wrapper, x, labels, references=None, others=None):
-    """Σ_m c_m L(z[:m] / |z[:m]|), by loops."""
-    total = 0
-    for dim, weight in zip(DIMS, WEIGHTS, strict=True):
-        cut = [
-            None if rows is None else reference.units(rows[:, :dim]) if wrapper.normalize else rows[:, :dim]
-            for rows in (x, references)
-        ]
-        rest = () if references is None else (cut[1], others)
-        total = total + weight * case.twin(Cut(wrapper, dim), cut[0], labels, *rest)
-    return total
-
-
-def double_of(case, wrapper):
-    double = build(case, normalize=wrapper.normalize)
-    double.load_state_dict(wrapper.state_dict())
-    return double
-
-
-@every
-@pytest.mark.parametrize("normalize", [True, False])
-def test_equals_the_loops(case, normalize):
-    x, labels = case.batch()
-    wrapper = build(case, normalize=normalize)
-    double = double_of(case, wrapper)
-    wanted = value_and_gradients(lambda y: loop(case, double, y, labels), double, x)
-    assert_same(
-        value_and_gradients(wrapper, wrapper, x, labels), wanted, 1e-8
-    )  # in two dimensions some angle is near 0 or π, where acos of the loops has 1e-8
-
-
-@every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_equals_the_loops_in_lower_precision(case, dtype):
-    x, labels = case.batch(dtype)
-    wrapper = build(case, torch.float32)
-    double = double_of(case, wrapper)
-    wanted = value_and_gradients(lambda y: loop(case, double, y, labels), double, x.double())
-    got = value_and_gradients(wrapper, wrapper, x, labels)
-    assert got[0].dtype == torch.float32
-    assert_same((got[0], []), (wanted[0], []), 2e-5)
-    assert_same(got, wanted, 2e-4 if dtype == torch.float32 else 2e-2)
-
-
-@every_pair
-def test_references_are_cut_alike(case):
-    wrapper, (x, labels) = build(case), case.batch()
-    references = torch.cat([x.flip(0) * 1.1, x[:3]]) + 0.3 * torch.randn(len(x) + 3, DIM).double()
-    others = torch.cat([labels.flip(0), labels[:3]]) + (0.05 if case.graded else 0)
-    double = double_of(case, wrapper)
-    wanted = value_and_gradients(lambda y: loop(case, double, y, labels, references, others), double, x)
-    assert_same(value_and_gradients(wrapper, wrapper, x, labels, references, others), wanted, 1e-9)
-    if not case.ordered:
-        torch.testing.assert_close(wrapper(x, labels, x, labels), wrapper(x, labels))  # its own references
-
-
-@every
-def test_state_travels_and_follows_each_length(case):
-    """Three steps, then a copy from the state dict: the next two are the same."""
-    wrapper, (x, labels) = build(case), case.batch()
-    for step in range(3):
-        wrapper(x + step, labels)
-    copy = build(case)
-    copy.load_state_dict(wrapper.state_dict())
-    for step in (3, 4):
-        torch.testing.assert_close(copy(x + step, labels), wrapper(x + step, labels), rtol=0, atol=0)
-    before = {name: value.clone() for name, value in wrapper.state_dict().items()}
-    wrapper.eval()(x, labels)
-    for name, value in wrapper.state_dict().items():
-        assert torch.equal(value, before[name]), name
 
 
 def test_statistics_of_a_length_are_those_of_a_loss_of_that_length():
@@ -145,43 +45,6 @@ def test_the_dimension_that_the_data_fill_is_that_of_each_length():
         short(distances.unit(x[:, :4]), labels)
     torch.testing.assert_close(wrapper.running_dim_moments_4, short.running_dim.moments)
     assert not torch.equal(wrapper.running_dim_moments_4, wrapper.loss.running_dim.moments)
-
-
-@every
-def test_a_batch_with_nothing_to_learn_from(case):
-    wrapper = build(case)
-    one_class = torch.zeros(3) if case.graded else torch.zeros(3, dtype=torch.long)
-    singles = torch.arange(3).double() if case.graded else torch.arange(3)
-    for rows, labels in ((0, singles[:0]), (1, singles[:1]), (3, one_class), (3, singles)):
-        x = torch.randn(rows, DIM, dtype=torch.float64, requires_grad=True)
-        value = wrapper(x, labels)
-        value.backward()
-        assert value.isfinite() and x.grad.isfinite().all()
-        zero = torch.zeros_like(x).requires_grad_()
-        wrapper(zero, labels).backward()
-        assert zero.grad.isfinite().all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in LOSSES if case.compiles and "-" not in case.name], ids=str)
-def test_compiles(case):
-    wrapper, (x, labels) = build(case, torch.float32), case.batch(torch.float32)
-    compiled = build(case, torch.float32)
-    torch._dynamo.reset()
-    function = torch.compile(compiled, backend="aot_eager")
-    for step in range(2):
-        wanted = value_and_gradients(wrapper, wrapper, x + step, labels)
-        assert_same(value_and_gradients(function, compiled, x + step, labels), wanted, 1e-4)
-    for name, value in wrapper.state_dict().items():
-        torch.testing.assert_close(compiled.state_dict()[name], value)
-
-
-@every
-def test_autocast_changes_nothing(case):
-    wrapper, (x, labels) = build(case, torch.float32).eval(), case.batch(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        value = wrapper(x, labels)
-    torch.testing.assert_close(value, wrapper(x, labels))
 
 
 def test_the_parts_of_a_loss_that_a_trainer_asks_for():

@@ -1,4 +1,7 @@
-"""Cross-batch memory: equal to the same references given by hand, however it fills, wraps, rests or resumes."""
+"""Cross-batch memory: the ring, what is stored and what is refused, and how a run resumes.
+
+That a loss with a memory is the loss with the same references is a property of every loss: `loss_checks/around.py`.
+"""
 
 import gc
 import shutil
@@ -9,27 +12,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from test_mining import Watch
 
 import nearkin
-from cases import CLASSES, DIM, LOSSES, gaps, masks
+from cases import CLASSES, DIM, LOSSES, masks
+from loss_checks.around import stream
 from nearkin import losses, relations
 from nearkin.memory import CrossBatchMemory
 
-NEEDS_IDS = "MarginLoss-classes"  # keeps something for each class, so it takes no relation
-PAIRS = [case for case in LOSSES if case.pairs and not case.graded and case.name != NEEDS_IDS]
 GRADED = [case for case in LOSSES if case.graded]
 BUFFERS = ("embeddings", "labels", "known", "cursor", "filled", "steps")
-every_pair = pytest.mark.parametrize("case", PAIRS, ids=str)
-
-
-def stream(number, rows=10, dim=DIM, dtype=torch.float64, unknown=True):
-    """Batches whose classes overlap, with an unknown item now and then."""
-    generator = torch.Generator().manual_seed(number)
-    means = torch.randn(CLASSES, dim, generator=generator, dtype=torch.float64)
-    for _ in range(number):
-        labels = torch.randint(-1 if unknown else 0, CLASSES, (rows,), generator=generator)
-        yield (means[labels] + torch.randn(rows, dim, generator=generator, dtype=torch.float64)).to(dtype), labels
 
 
 def without_self(positive, negative):
@@ -76,30 +67,14 @@ def assert_equal_state(a, b):
 # ---------------------------------------------------------------- the same as by hand
 
 
-@every_pair
-def test_equals_the_references_given_by_hand(case):
-    """While it fills, when it is full, and after the cursor went round: 25 places, 10 rows per step."""
-    memory = CrossBatchMemory(case.build(), 25, DIM).double()
-    past, alone = deque(maxlen=25), []
-    for x, labels in stream(6):
-        value = assert_same_step(memory, x, lambda x, labels=labels: by_hand(memory.loss, x, labels, past), labels)
-        alone.append(float(by_hand(memory.loss, x, labels, []).detach()) == pytest.approx(value))
-        past.extend(zip(x, labels, strict=True))
-    assert alone[0] and not any(alone[1:])  # the memory has its say
-
-
 @pytest.mark.parametrize("case", GRADED, ids=str)
-@pytest.mark.parametrize("columns", [None, 2])
-def test_graded_targets_equal_the_label_distances_given_by_hand(case, columns):
-    memory = CrossBatchMemory(case.build(), 25, DIM, label_kind="targets", label_dim=columns).double()
+def test_targets_of_two_columns_equal_the_label_distances_given_by_hand(case):
+    memory = CrossBatchMemory(case.build(), 25, DIM, label_kind="targets", label_dim=2).double()
     past = deque(maxlen=25)
     for x, labels in stream(5, unknown=False):
-        targets = labels.double() / 3 if columns is None else torch.stack([labels, labels.roll(1)], 1).double() / 3
+        targets = torch.stack([labels, labels.roll(1)], 1).double() / 3
         others = torch.stack([*targets, *(target for _, target in past)])
-        if columns is None:
-            apart = gaps(targets, others)
-        else:
-            apart = torch.stack([((a - others) ** 2).sum(1).sqrt() for a in targets])
+        apart = torch.stack([((a - others) ** 2).sum(1).sqrt() for a in targets])
         references = torch.stack([row for row, _ in past]) if past else x[:0]
 
         def hand(x, apart=apart, references=references):
@@ -133,38 +108,6 @@ def test_multilabel_rows_equal_the_relation_given_by_hand():
         past.extend(zip(x, rows, strict=True))
 
 
-@every_pair
-def test_momentum_embeddings_are_met_and_stored_instead(case):
-    """The pair of an item with its own stored embedding counts; nothing flows back into the other encoder."""
-    memory = CrossBatchMemory(case.build(), 25, DIM).double()
-    past = []
-    for x, labels in stream(4):
-        keys = (x + 0.2 * torch.randn_like(x)).requires_grad_()
-        references = torch.cat([keys.detach(), *(row[None] for row, _ in past)])
-        others = torch.cat([labels, *(label[None] for _, label in past)])
-
-        def hand(x, labels=labels, references=references, others=others):
-            return memory.loss(x, labels, references, others)
-
-        assert_same_step(memory, x, hand, labels, keys)
-        assert keys.grad is None
-        past = [*past, *zip(keys.detach(), labels, strict=True)][-25:]
-    assert bool((memory.embeddings[:, None] == keys.detach()[None]).all(2).any(0).all())
-
-
-@every_pair
-def test_empty_places_have_no_influence(case):
-    memory = CrossBatchMemory(case.build(), 40, DIM).double().eval()
-    (past, past_labels), (x, labels) = stream(2)
-    memory.train()(past, past_labels)
-    memory.eval()
-    wanted = memory(x, labels)
-    for name, garbage in (("embeddings", torch.randn(40, DIM).double()), ("labels", torch.randint(0, 4, (40,)))):
-        known = memory.known[:, None] if name == "embeddings" else memory.known
-        setattr(memory, name, torch.where(known, getattr(memory, name), garbage))
-    torch.testing.assert_close(memory(x, labels), wanted, rtol=1e-9, atol=1e-12)
-
-
 # ---------------------------------------------------------------- the ring
 
 
@@ -190,33 +133,12 @@ def test_property_the_ring_is_a_list_of_the_last(size, batches):
         assert torch.equal(oldest, torch.stack(list(last)) if last else oldest[:0])
 
 
-@pytest.mark.parametrize("case", [c for c in PAIRS if not c.ordered], ids=str)
-def test_warm_up_is_the_batch_alone(case):
-    memory = CrossBatchMemory(case.build(), 25, DIM, warmup=3).double()
-    same = []
-    for x, labels in stream(5):
-        same.append(torch.allclose(memory(x, labels), memory.loss(x, labels), rtol=1e-10, atol=1e-12))
-    assert same == [True, True, True, False, False]
-    assert int(memory.filled) == 25  # it filled meanwhile
-
-
 def test_npair_takes_every_item_for_an_anchor():
     memory = CrossBatchMemory(losses.NPairLoss(), 8, DIM)
     (x, labels) = next(stream(1, dtype=torch.float32, unknown=False))
     wanted = memory.loss(x, without_self(*masks(labels, labels)), x.clone())
     torch.testing.assert_close(memory(x, labels), wanted)
     assert not torch.allclose(wanted, memory.loss(x, labels))
-
-
-def test_evaluation_stores_nothing_but_remembers():
-    memory = CrossBatchMemory(losses.SupConLoss(), 25, DIM).double()
-    (x, labels), (y, others) = stream(2)
-    memory(x, labels)
-    memory.eval()
-    before = state(memory)
-    value = memory(y, others)
-    assert_equal_state(state(memory), before)
-    torch.testing.assert_close(value, by_hand(memory.loss, y, others, list(zip(x, labels, strict=True))))
 
 
 def test_reset_forgets():
@@ -390,23 +312,6 @@ def test_compiles_whole_and_equals_eager(case, backend):
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         assert_equal_state(state(twin), state(eager))
-
-
-@pytest.mark.parametrize("case", [*PAIRS, *GRADED], ids=str)
-def test_no_step_stalls_or_loops(case, monkeypatch):
-    """What an accelerator does, shown on the CPU: no value is read, and no step costs more calls than another."""
-    monkeypatch.setattr(nearkin.core.checks, "reads_values", lambda tensor: False)
-    kind = "targets" if case.graded else "ids"
-    memory, other = (CrossBatchMemory(case.build(), 25, DIM, warmup=1, label_kind=kind).double() for _ in range(2))
-    calls = []
-    for x, labels in stream(1, unknown=not case.graded):  # torch itself imports and prepares at its first step
-        other(x.requires_grad_(), labels.double() if case.graded else labels).backward()
-    for x, labels in stream(5, unknown=not case.graded):
-        memory.zero_grad()  # the first gradient of a parameter costs other calls than the sum of two
-        with Watch() as watch:
-            memory(x.requires_grad_(), labels.double() if case.graded else labels).backward()
-        calls.append(watch.calls)
-    assert len(set(calls)) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -3,16 +3,14 @@
 import shutil
 from functools import partial
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from scipy import stats
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import nearkin
 import reference
 from cases import DIM, pair_twin
+from loss_checks.waiting import Watch
 from nearkin import losses, mining, relations
 from nearkin.core import distances
 from nearkin.core.relations import Relation
@@ -98,18 +96,6 @@ def worlds_of_every_kind(number, top=1.9):
         yield distance, make_relation(("ids", "multilabel", "explicit")[i % 3], anchors, others)
 
 
-@st.composite
-def worlds(draw, step=1.0):
-    """A tie-heavy grid of distances, and for each pair positive, negative or neither; from none to six by seven."""
-    anchors, others = draw(st.integers(0, 6)), draw(st.integers(0, 7))
-    pair = st.tuples(st.integers(0, 3), st.sampled_from(["positive", "negative", "neither"]))
-    cells = draw(st.lists(pair, min_size=anchors * others, max_size=anchors * others))
-    distance = torch.tensor([float(d) for d, _ in cells], dtype=torch.float64).view(anchors, others) * step
-    word = [w for _, w in cells]
-    positive, negative = (torch.tensor([w == k for w in word], dtype=torch.bool) for k in ("positive", "negative"))
-    return distance, Relation(positive.view(anchors, others), negative.view(anchors, others))
-
-
 def triplets(chosen):
     """Valid triplets as a list, with everything that any of them must keep to."""
     assert chosen.positive.shape == chosen.negative.shape == chosen.valid.shape
@@ -178,30 +164,10 @@ def test_draws_are_valid_on_hundreds_of_batches(name):
         assert_drawn(name, distance, relation)
 
 
-def property_of(name, check, step=1.0):
-    @settings(max_examples=100, deadline=None, derandomize=True)
-    @given(worlds(step))
-    def holds(world):
-        check(name, *world)
-
-    return holds
-
-
-@pytest.mark.parametrize("name", TRIPLETS | PAIRS)
-def test_property_equals_the_loop(name):
-    property_of(name, assert_equals_loop)()
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_property_draws_are_valid(name):
-    property_of(name, assert_drawn, step=0.6)()
-
-
 @by_name
-def test_property_strangers_to_the_selection_change_nothing(name):
+def test_strangers_to_the_selection_change_nothing(name):
     """Columns in neither mask, however near, and the order of the anchors."""
-
-    def check(name, distance, relation):
+    for distance, relation in worlds_of_every_kind(60):
         deterministic = name not in DRAWN
         seeded = {} if deterministic else {"generator": torch.Generator().manual_seed(1)}
         none = torch.zeros(len(distance), 2, dtype=torch.bool)
@@ -219,16 +185,12 @@ def test_property_strangers_to_the_selection_change_nothing(name):
         else:
             assert_valid(triplets(chosen), relation)
 
-    property_of(name, check, step=0.6)()
-
 
 @pytest.mark.parametrize("name", ["hard", "semihard", "batch_hard", "easy_positive", "hard_negatives"])
-def test_property_only_the_order_of_distances_counts(name):
-    def check(name, distance, relation):
+def test_only_the_order_of_distances_counts(name):
+    for distance, relation in worlds_of_every_kind(60):
         for a, b in zip(EVERY[name](distance, relation), EVERY[name]((distance + 1) ** 3, relation), strict=True):
             assert torch.equal(a, b)
-
-    property_of(name, check)()
 
 
 @by_name
@@ -439,32 +401,6 @@ def test_the_generator_decides(name):
 
 
 # ---------------------------------------------------------------- cost: no B³, no loop over anchors, no stall
-
-
-class Watch(TorchDispatchMode):
-    """Counts operations, keeps the size of the largest tensor made, and refuses what waits for a device."""
-
-    STALLS = (
-        *("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"),
-        *("_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"),
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.largest = 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        masks = name in ("index", "index_put", "index_put_") and any(
-            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        )
-        assert name not in self.STALLS and not masks, f"{name} waits for the device"
-        made = function(*args, **(kwargs or {}))
-        self.calls += 1
-        for tensor in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        return made
 
 
 def test_the_watch_sees_stalls():

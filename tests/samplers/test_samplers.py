@@ -1,4 +1,4 @@
-"""Samplers: what a batch is made of, the same everywhere, resumed exactly, shared out over ranks, even over epochs."""
+"""Samplers: what a batch is made of, even over epochs, mined, grouped; what all of them keep to: test_draws.py."""
 
 import re
 import time
@@ -269,29 +269,6 @@ def test_positive_pairs_are_drawn_evenly_and_change():
     assert len(company[0] & company[1]) < 40  # of 120; a pair comes again by chance in one of seven
 
 
-def test_hard_negatives_are_the_same_on_every_rank_and_resumed(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    labels, single = paired([5] * 12, 16, unknown=0)
-    rows = embeddings_of(len(labels))
-    ranks = [paired([5] * 12, 16, unknown=0, rank=r, world_size=2)[1] for r in (0, 1)]
-    for sampler in (single, *ranks):
-        sampler.refresh(rows)
-    run = [batch for _ in range(2) for batch in single]
-    assert [rank.batch(1, 2) for rank in ranks] == [single.batch(1, 2)[r::2] for r in (0, 1)]
-    single.resume(0, 4)
-    save_file(single.state_dict(), tmp_path / "sampler.safetensors")
-    _, again = paired([5] * 12, 16, unknown=0)
-    plain = epoch_of(again)
-    again.load_state_dict(load_file(tmp_path / "sampler.safetensors"))
-    assert [batch for _ in range(2) for batch in again] == run[4:]
-    again.load_state_dict(paired([5] * 12, 16, unknown=0)[1].state_dict())
-    assert epoch_of(again) == plain, "a state without embeddings takes them away"
-    next(iter(again))
-    with pytest.raises(ValueError, match="refresh must come between epochs"):
-        again.refresh(rows)
-
-
 def test_hard_negatives_of_many_items_are_sought_among_candidates():
     labels = np.arange(100_000) // 2
     sampler = HardNegatives(labels, 128)
@@ -369,27 +346,6 @@ def test_an_item_of_two_pairs_has_the_lower_bound():
     assert repeated
 
 
-@pytest.mark.parametrize("world", (1, 2, 3, 4))
-def test_batches_from_lists_are_shared_and_resumed(world, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    shape = ([5] * 12, 24)
-    labels, _, single = mined(*shape, unknown=0)
-    ranks = [mined(*shape, unknown=0, rank=r, world_size=world)[2] for r in range(world)]
-    for index in range(len(single)):
-        parts = [rank.batch(1, index) for rank in ranks]
-        assert parts == [single.batch(1, index)[r::world] for r in range(world)]
-    run = [batch for _ in range(2) for batch in single]
-    single.resume(0, 3)
-    save_file(single.state_dict(), tmp_path / "sampler.safetensors")
-    again = HardNegatives(labels, 24, neighbours=6, guard=0.05)
-    again.load_state_dict(load_file(tmp_path / "sampler.safetensors"))
-    assert [batch for _ in range(2) for batch in again] == run[3:]
-    for other in ({"neighbours": 5, "guard": 0.05}, {"neighbours": 6}, {}):
-        with pytest.raises(ValueError, match="state must come from a HardNegatives with the same labels"):
-            HardNegatives(labels, 24, **other).load_state_dict(single.state_dict())
-
-
 def test_lists_of_many_items_take_bounded_memory():
     labels = np.arange(100_000) // 2
     sampler = HardNegatives(labels, 128, neighbours=16, guard=0.05)
@@ -405,32 +361,15 @@ def test_lists_of_many_items_take_bounded_memory():
 # --- the same everywhere
 
 
-@by_class
-@quick
-@given(request=requests(), seed=seeds, epoch=st.integers(0, 5))
-def test_batches_are_a_pure_function(name, request, seed, epoch):
-    labels, classes, per_class = request
-    first_sampler, two = (make(name, labels, classes, per_class, seed) for _ in range(2))
-    forward = epoch_of(first_sampler, epoch)
-    first_sampler.batch(epoch + 1, 0)
-    backward = [two.batch(epoch, index) for index in reversed(range(len(two)))]
-    assert forward == backward[::-1] == epoch_of(first_sampler, epoch)
-
-
-@quick
-@given(request=graded(), seed=seeds)
-def test_neighbour_batches_are_a_pure_function(request, seed):
-    targets, *rest = request
-    first_sampler = LabelNeighbours(targets, *rest, seed)
-    two = LabelNeighbours(torch.tensor(targets), *rest, seed)
-    assert epoch_of(first_sampler, 1) == [two.batch(1, index) for index in reversed(range(len(two)))][::-1]
-
-
 def test_labels_may_be_a_list_an_array_or_a_tensor():
     labels = shuffled_labels([5, 6, 7, 8], unknown=2)
     expected = epoch_of(ClassBalanced(labels, 2, 3))
     for same in (labels.tolist(), labels.astype(np.int16), torch.tensor(labels), torch.tensor(labels).int()):
         assert epoch_of(ClassBalanced(same, 2, 3)) == expected
+    targets = np.arange(40) * 7 % 23 / 4
+    expected = epoch_of(LabelNeighbours(targets, 8, 3))
+    for same in (targets.tolist(), torch.tensor(targets), targets.astype(np.float32)):
+        assert epoch_of(LabelNeighbours(same, 8, 3)) == expected
 
 
 def test_seeds_and_epochs_differ():
@@ -449,86 +388,7 @@ def test_items_of_a_class_change_company():
     assert len(company[0] | company[1]) == 20
 
 
-GOLDEN = {
-    "ClassBalanced": [10, 58, 54, 6, 28, 4, 24, 12],
-    "ClassRatio": [22, 18, 54, 6, 4, 12, 48, 0],
-    "PairPerClass": [10, 58, 54, 6, 28, 4, 24, 12],
-    "PairPerClass+": [39, 27, 34, 10, 47, 59, 12, 48],
-    "HardClasses": [10, 58, 54, 6, 28, 4, 24, 12],
-    "HardClasses+": [9, 33, 10, 58, 52, 16, 39, 27],
-    "LabelNeighbours": [25, 2, 12, 15, 6, 39, 18, 17],
-    "LabelNeighbours 2-D": [25, 15, 35, 2, 6, 12, 39, 18],
-    "LabelNeighbours several": [18, 5, 8, 28, 15, 6, 12, 39],
-    "HardNegatives": [41, 53, 42, 18, 32, 15, 51, 3],
-    "HardNegatives+": [41, 53, 42, 18, 58, 36, 25, 1],
-    "HardNegatives lists+": [41, 53, 42, 18, 12, 16, 10, 7],
-}
-
-
-def golden_sampler(name):
-    if name == "LabelNeighbours":
-        return LabelNeighbours((np.arange(40) * 7 % 23).astype(float), 8, 3, seed=7)
-    if name == "LabelNeighbours 2-D":
-        return LabelNeighbours(np.stack([np.arange(40) * 7 % 23, np.arange(40) % 5], 1), 8, 3, seed=7)
-    if name == "LabelNeighbours several":
-        return LabelNeighbours((np.arange(40) * 7 % 23).astype(float), 8, 2, seed=7, anchors=2)
-    if name == "HardNegatives lists+":
-        rows, labels = (np.arange(180) ** 2 % 17 - 8.0).reshape(60, 3), np.arange(60) % 12
-        sampler = HardNegatives(labels, 8, 2, seed=7, neighbours=4, guard=0.05)
-        sampler.refresh(rows, evaluation.nearest_negatives(rows, labels, k=4).indices)
-        return sampler
-    if name.startswith("HardNegatives"):
-        sampler = HardNegatives(np.arange(60) % 12, 8, 2, seed=7)
-    else:
-        sampler = make(name.removesuffix("+"), np.arange(60) % 12, 4, 2, seed=7)
-    if name.endswith("+"):
-        rows = 12 if name.startswith("Pair") else 60
-        sampler.refresh((np.arange(rows * 3) ** 2 % 17 - 8.0).reshape(rows, 3))
-    return sampler
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_batches_never_change(name):
-    """Pinned: a stored seed must give the same training run with every later version and on every machine."""
-    assert golden_sampler(name).batch(3, 2) == GOLDEN[name]
-
-
 # --- epochs and resuming
-
-
-@pytest.mark.parametrize("name", [*CLASS_SAMPLERS, "LabelNeighbours"])
-@quick
-@given(data=st.data(), seed=seeds)
-def test_resume_is_the_uninterrupted_run(name, data, seed):
-    if name == "LabelNeighbours":
-        targets, *rest = data.draw(graded())
-        fresh = lambda **options: LabelNeighbours(targets, *rest, seed, **options)  # noqa: E731
-    else:
-        labels, *shape = data.draw(requests())
-        fresh = lambda **options: make(name, labels, *shape, seed, **options)  # noqa: E731
-    batches = data.draw(st.none() | st.integers(1, 7), label="batches")
-    single = fresh(batches=batches)
-    run = [batch for _ in range(3) for batch in single]
-    assert run == [batch for epoch in range(3) for batch in epoch_of(single, epoch)]
-    assert single.epoch == 3
-
-    stop = data.draw(st.integers(0, 2 * len(single)), label="stop")
-    first, done = fresh(batches=batches), []
-    while len(done) < stop:
-        for batch in first:
-            done.append(batch)
-            if len(done) == stop:
-                break
-    state = first.state_dict()
-    assert all(isinstance(value, torch.Tensor) for value in state.values())
-    assert (int(state["epoch"]), int(state["batch"])) == divmod(stop, len(single))
-
-    second = fresh(batches=batches)
-    second.load_state_dict(state)
-    assert (second.epoch, second.start) == divmod(stop, len(single))
-    while second.epoch < 3:
-        done += list(second)
-    assert done == run
 
 
 def test_a_run_with_its_own_epochs_keeps_the_resumed_place():
@@ -553,20 +413,14 @@ def test_a_broken_off_epoch_is_followed_by_the_next():
     assert sampler.epoch == 2
 
 
-def test_states_are_refused_by_other_samplers():
+def test_states_are_refused_by_samplers_of_other_settings():
     labels = shuffled_labels([9] * 8)
-    state = ClassBalanced(labels, 4, 3).state_dict()
-    other_samplers = [
-        ClassBalanced(labels, 4, 3, seed=1),
-        ClassBalanced(labels, 2, 3),
-        ClassBalanced(labels, 4, 3, batches=2),
-        ClassBalanced(labels[::-1], 4, 3),
-        HardClasses(labels, 4, 3),
-    ]
-    for other in other_samplers:
+    groups = groups_for(labels, 3)
+    made = {"labels": labels, "classes": 4, "per_class": 3, "groups": groups}
+    state = ClassBalanced(**made).state_dict()
+    for other in ({"seed": 1}, {"batches": 2}, {"groups": groups[::-1].copy()}, {"labels": labels[::-1]}):
         with pytest.raises(ValueError, match=r"state must come from a .* with the same labels, seed and settings"):
-            other.load_state_dict(state)
-    ClassBalanced(labels, 4, 3, rank=1, world_size=2).load_state_dict(state)
+            ClassBalanced(**made | other).load_state_dict(state)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -632,18 +486,6 @@ def test_four_ranks_with_whole_classes_are_about_as_full():
     for index in range(len(ranks[0])):
         sizes = [len(rank.batch(0, index)) for rank in ranks]
         assert sum(sizes) == 128 and max(sizes) - min(sizes) <= 4
-
-
-@quick
-@given(request=graded(), seed=seeds)
-def test_ranks_share_the_neighbours(request, seed):
-    targets, batch_size, k = request
-    single = LabelNeighbours(targets, batch_size, k, seed)
-    ranks = [LabelNeighbours(targets, batch_size, k, seed, rank, batch_size) for rank in range(batch_size)]
-    assert [rank.batch(0, 0) for rank in ranks] == [[item] for item in single.batch(0, 0)]
-    if batch_size % 2 == 0:
-        pair = [LabelNeighbours(targets, batch_size, k, seed, rank, 2).batch(0, 0) for rank in range(2)]
-        assert pair == [single.batch(0, 0)[0::2], single.batch(0, 0)[1::2]]
 
 
 # --- evenness
@@ -790,34 +632,6 @@ def test_mined_batches_hold_nearer_classes(kind):
 
     assert same_family(plain) < 0.4
     assert same_family(mined) > 0.8
-
-
-@pytest.mark.parametrize("name", ["HardClasses+", "PairPerClass+"])
-def test_what_was_refreshed_is_in_the_state(name, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    labels = shuffled_labels([6] * 20)
-    sampler = make(name, labels, 5, 2)
-    run = [*sampler, *sampler]
-    sampler.resume(0, 4)
-    save_file(sampler.state_dict(), tmp_path / "sampler.safetensors")
-    resumed = make(name[:-1], labels, 5, 2)
-    assert epoch_of(resumed) != epoch_of(sampler)
-    resumed.load_state_dict(load_file(tmp_path / "sampler.safetensors"))
-    assert [*resumed, *resumed] == run[4:]
-    resumed.load_state_dict(make(name[:-1], labels, 5, 2).state_dict())
-    assert epoch_of(resumed) == epoch_of(make(name[:-1], labels, 5, 2)), "a state without embeddings takes them away"
-
-
-def test_refresh_belongs_between_epochs():
-    sampler = make("HardClasses", shuffled_labels([6] * 20), 5, 2)
-    batches = iter(sampler)
-    next(batches)
-    with pytest.raises(ValueError, match=r"refresh must come between epochs, got it after batch 1 of 12 of epoch 0"):
-        sampler.refresh(embeddings_of(120))
-    list(batches)
-    sampler.refresh(embeddings_of(120))
-    assert list(sampler) == epoch_of(sampler, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -1118,38 +932,6 @@ def test_the_last_turn_is_filled_up_from_other_groups():
         for batch in epoch_of(sampler):
             for pair in np.array(batch).reshape(-1, 2):
                 assert groups[pair[0]] != groups[pair[1]]
-
-
-@pytest.mark.parametrize("name", GROUPED)
-def test_grouped_batches_depend_on_seed_epoch_and_index_and_ranks_share_them(name):
-    labels = shuffled_labels([7, 12, 3, 9, 5, 8, 11, 4])
-    groups = groups_for(labels, 4)
-    one, other = (make(name, labels, 4, 2, 5, groups=groups, batches=7) for _ in range(2))
-    expected = [one.batch(epoch, index) for epoch in range(3) for index in range(7)]
-    assert [other.batch(epoch, index) for epoch in range(3) for index in range(7)] == expected
-    assert other.batch(1, 3) == expected[10] and other.batch(0, 2) == expected[2]
-    assert expected != [make(name, labels, 4, 2, 6, groups=groups, batches=7).batch(0, i) for i in range(7)]
-    for split in ("classes", "items"):
-        ranks = [
-            make(name, labels, 4, 2, 5, groups=groups, batches=7, split=split, rank=r, world_size=2) for r in range(2)
-        ]
-        for index in range(7):
-            parts = [rank.batch(0, index) for rank in ranks]
-            assert sorted(parts[0] + parts[1]) == sorted(expected[index])
-
-
-def test_a_state_belongs_to_its_groups():
-    labels = shuffled_labels([6] * 6)
-    groups = groups_for(labels, 3)
-    sampler = ClassBalanced(labels, 3, 2, groups=groups)
-    it = iter(sampler)
-    head = [next(it) for _ in range(2)]
-    again = ClassBalanced(labels, 3, 2, groups=groups)
-    again.load_state_dict(sampler.state_dict())
-    assert [*head, *again] == epoch_of(sampler)
-    for others in (None, groups[::-1].copy()):
-        with pytest.raises(ValueError, match="state must come from a ClassBalanced"):
-            ClassBalanced(labels, 3, 2, groups=others).load_state_dict(sampler.state_dict())
 
 
 def test_groups_are_checked_and_a_class_of_one_group_is_named():

@@ -55,7 +55,7 @@ def scan(
     """
     size = block(x, weight, form, max_memory)
     peak, rest, own, taint = _scan(x, weight, bias, ids, picks, *form, size)
-    return Pass(peak, differentiable_once(rest, ONCE), differentiable_once(own, ONCE), taint)
+    return Pass(peak, differentiable_once(rest, ONCE), own, taint)
 
 
 @torch.no_grad()

@@ -188,4 +188,4 @@ def _taint(x: Tensor) -> Tensor | float:
         low, high = torch.aminmax(x)  # NaN is both
         return float(low) * 0.0 + float(high) * 0.0
     largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
-    return largest * 0.0
+    return (largest * 0.0).float()  # else a float64 target would make the value float64
