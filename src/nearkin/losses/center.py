@@ -24,8 +24,8 @@ class CenterLoss(ClassLoss):
 
     W (C, D) and b (C,) are learned; the centres (C, D), a buffer, get no gradient: each training step moves them by
     `center_update`. They begin at 0, to which they draw the embeddings at first, or with start="first" at the mean of
-    the class's items in the first batch that has any. Both terms are reduced alike. All else as in
-    `NormalizedSoftmaxLoss`.
+    the class's items in the first batch that has any; no run told the two apart (docs/measured/losses.md). Both terms
+    are reduced alike. All else as in `NormalizedSoftmaxLoss`.
     Wen et al. 2016, eq. 5; λ 0.003 and α 0.5 from there (the released code: λ 0.008).
     """
 
