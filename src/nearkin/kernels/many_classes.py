@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nearkin.core import class_blocks, distances
-from nearkin.core.autograd import HandGradient, refuse_second_derivative
+from nearkin.core.autograd import HandGradient, full_precision, refuse_second_derivative
 from nearkin.kernels import RUN
 
 __all__ = ["rivals"]
@@ -269,7 +269,7 @@ def gradients(
     by_weight = torch.empty_like(weight, dtype=kind) if wanted[1] else None
     slopes = rows.new_empty(anchors, run)
     scores = operands.scores()
-    with torch.autocast(rows.device.type, enabled=False):
+    with full_precision(rows):
         for start in range(0, classes, run):
             size = min(run, classes - start)
             grid = (operands.tiles_down * -(-size // W),)

@@ -23,7 +23,7 @@ from nearkin.core.class_scores import Rivals
 from nearkin.core.labels import Labels
 from nearkin.losses import class_sampling, class_shards, logits
 from nearkin.losses.class_shards import Shard
-from nearkin.losses.settings import Loss, Range, setting
+from nearkin.losses.settings import REDUCTION, Loss, Range, setting
 
 __all__ = ["LEARNED", "ClassCall", "ClassLoss", "Own", "function_of"]
 
@@ -197,8 +197,8 @@ class ClassCall:
 class Own:
     """What a margin may know of each anchor and its own class, (B,) each."""
 
-    def __init__(self, call: ClassCall, rivals: Rivals, scale: float | Tensor) -> None:
-        self.call, self.rivals, self.scale = call, rivals, scale
+    def __init__(self, call: ClassCall, rivals: Rivals) -> None:
+        self.call, self.rivals = call, rivals
 
     @property
     def length(self) -> Tensor:
@@ -243,11 +243,7 @@ class ClassLoss(Kept, Loss):
         whole=True, shapes=True, kw_only=False, text="number of classes C; labels are 0..C-1, or -1 for unknown"
     )
     dim: int = setting(whole=True, shapes=True, kw_only=False, text="dimensions D of the embeddings")
-    reduction: str = setting(
-        default="mean",
-        choices=reduce.REDUCTIONS,
-        text='"mean" over all terms, "active" over those above 0, "sum", or "none": one value per anchor',
-    )
+    reduction: str = REDUCTION
     sample_rate: float = setting(
         default=1.0,
         only="class",
@@ -298,7 +294,7 @@ class ClassLoss(Kept, Loss):
         """The cross-entropy of the scaled cosines, the own class's bent by `own`."""
         scale = call.given.get("scale", self.__dict__.get("scale", 1.0))
         rivals = call.rivals(scale)
-        return call.reduced(call.entropy(rivals, scale * self.own(Own(call, rivals, scale))))
+        return call.reduced(call.entropy(rivals, scale * self.own(Own(call, rivals))))
 
     def prepare(self, call: ClassCall) -> None:
         """Fills `call.given` from the steps so far, before the formula; in training it may learn from the batch."""

@@ -114,6 +114,7 @@ class FacilityLocationLoss(Loss):
     Song et al. 2017, arXiv:1612.01213, eq. 5-8, algorithms 1 and 2; 5 sweeps from TensorFlow's version.
     """
 
+    compiles = False
     steps: Tensor
 
     gamma: float = setting(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nearkin.core import blockwise, checks, distances, reduce
 from nearkin.core.labels import Labels, Relation
-from nearkin.losses.settings import Loss, setting
+from nearkin.losses.settings import REDUCTION, Loss, setting
 
 __all__ = ["Call", "Costs", "LossFunction", "PairLoss", "Rows", "function_of"]
 
@@ -189,11 +189,7 @@ class PairLoss(Loss):
     normalize = False  # whether distances are of rows scaled to length 1
     graded = False  # labels are real-valued targets
 
-    reduction: str = setting(
-        default="mean",
-        choices=reduce.REDUCTIONS,
-        text='"mean" over all terms, "active" over those above 0, "sum", or "none": one value per anchor',
-    )
+    reduction: str = REDUCTION
     max_memory: int | None = setting(
         default=None,
         optional=True,

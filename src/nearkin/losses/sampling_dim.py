@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, distances, relations, sphere
-from nearkin.core.autograd import refuse_transforms
+from nearkin.core.autograd import full_precision, refuse_transforms
 from nearkin.core.relations import Labels, Relation
 
 __all__ = ["RunningDim", "SamplingDim", "check", "check_used", "resolve"]
@@ -84,7 +84,7 @@ def _moment(embeddings: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     number = embeddings.shape[0]
     rows = torch.arange(0, number, max(1, -(-number // _ROWS)), device=embeddings.device)
     unit = distances.unit(embeddings.detach()[rows])
-    with torch.autocast(unit.device.type if not unit.is_meta else "cpu", enabled=False):
+    with full_precision(unit):
         cosine = unit @ unit.T
     if isinstance(labels, Relation) and labels.ids is None:
         negative = ~torch.eye(len(rows), dtype=torch.bool, device=unit.device)

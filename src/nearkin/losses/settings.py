@@ -19,14 +19,14 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeAlias
 from torch import Tensor, nn
 from typing_extensions import dataclass_transform
 
-from nearkin.core import checks
+from nearkin.core import checks, reduce
 from nearkin.losses.compiling import compiled_call
 
-__all__ = ["REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "ranges_of", "setting"]
+__all__ = ["REDUCTION", "REQUIRED", "Choices", "Loss", "Range", "Searched", "Setting", "ranges_of", "setting"]
 
 P = ParamSpec("P")
 REQUIRED: Any = inspect.Parameter.empty
-GONE = {"impl": "with its kernels: leave it out; loss.compile() makes it fast on a GPU"}
+GONE = "impl"  # a setting that all losses had
 
 
 class Range(NamedTuple):
@@ -119,6 +119,11 @@ def _states(make: Callable[P, Setting]) -> Callable[P, Any]:
 
 
 setting = _states(Setting)  # as a class states one; to a type checker the value is that of the annotation
+REDUCTION = setting(
+    default="mean",
+    choices=reduce.REDUCTIONS,
+    text='"mean" over all terms, "active" over those above 0, "sum", or "none": one value per anchor',
+)
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(setting,))
@@ -127,6 +132,7 @@ class Loss(nn.Module):
 
     lr_scale = 1.0
     search_rate: ClassVar[Range | None] = None  # how much faster than the encoder its parameters learn, for compare
+    compiles: ClassVar[bool] = True  # False: it reads values, which no compiler follows
     along_dim: tuple[str, ...] | None = None  # tensors whose last axis is the embedding's; None: all with two axes
     reads_length = False  # the margin depends on the embedding's length: scaled to 1 it would have no effect
     takes_batch_first = True  # reference_labels may be a `BatchFirst`, as `CrossBatchMemory` gives them
@@ -182,7 +188,7 @@ class Loss(nn.Module):
             named[name] = value
         for name in named:
             if name not in fields:
-                raise TypeError(_unknown(name, fields, loss))
+                raise TypeError(_unknown(name, type(self)))
         for name, s in fields.items():
             value = named.get(name, s.default)
             if value is REQUIRED:
@@ -255,16 +261,18 @@ class Loss(nn.Module):
         if name.startswith("_") or hasattr(self, name) or "__init__" in vars(type(self)):
             return
         was = {s.was for s in self.fields.values()}
-        if name in GONE or name in was or shared(name) or difflib.get_close_matches(name, self.fields, 1, 0.8):
-            raise AttributeError(_unknown(name, self.fields, type(self).__name__))
+        if name == GONE or name in was or shared(name) or difflib.get_close_matches(name, self.fields, 1, 0.8):
+            raise AttributeError(_unknown(name, type(self)))
 
 
-def _unknown(name: str, fields: Mapping[str, Setting], loss: str) -> str:
+def _unknown(name: str, kind: type[Loss]) -> str:
+    loss, fields = kind.__name__, kind.fields
     for now, s in fields.items():
         if name == s.was:
             return f"{name} of {loss} is {now} now"
-    if name in GONE:
-        return f"{name} has left {loss} {GONE[name]}"
+    if name == GONE:
+        instead = "; loss.compile() makes it fast on a GPU" if kind.compiles else ""
+        return f"{name} has left {loss} with its kernels: leave it out{instead}"
     near = difflib.get_close_matches(name, fields, 1, 0.8)
     hint = f'; did you mean "{near[0]}"?' if near else ";"
     return f'unknown setting "{name}"{hint} known: {", ".join(fields)}'

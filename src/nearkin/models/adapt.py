@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nearkin.core import checks, random
-from nearkin.core.autograd import device_type
+from nearkin.core.autograd import full_precision
 from nearkin.models.encoder import Encoder, is_lora
 
 __all__ = ["ALPHA", "AUTO", "RANK", "add_lora", "depths", "merge_lora", "merged", "plain_state"]
@@ -45,7 +45,7 @@ class _LoRA(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        with torch.autocast(device_type(self.original), enabled=False):  # as merged ones: in full precision
+        with full_precision(self.original):  # as merged ones: in full precision
             matrix = self.original.flatten(1)
             return torch.addmm(matrix, self.lora_b, self.lora_a, alpha=self.lora_scale).view_as(self.original)
 
